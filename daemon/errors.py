@@ -1,0 +1,23 @@
+"""What the daemon itself can refuse. `wire/` turns the whole family into each dialect's errors."""
+
+from quantd.kernels.errors import QuantdError
+
+
+class ModelNotFoundError(QuantdError):
+    """No model of this name is in the store."""
+
+
+class StoreError(QuantdError):
+    """A pull, import or removal could not be done."""
+
+
+class ConfigError(QuantdError):
+    """A flag, file key or variable holds a bad value."""
+
+
+class ListenError(QuantdError):
+    """A socket or port cannot be bound; the message names it and the reason."""
+
+
+class OverloadedError(QuantdError):
+    """Too much waits already; try again later."""

@@ -1,0 +1,32 @@
+"""How an engine runs: one frozen record, parsed once, sent whole to the engine process (torch-free)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+KVDtype = Literal["int8", "fp16", "bf16", "fp32"]
+Activations = Literal["auto", "fp32"]
+Backend = Literal["auto", "reference", "cpu"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything one engine process needs to know.
+
+    model_path: a model folder (see quantd.quant.checkpoint). kv_memory: bytes of the block pool, or
+    None for what is free. max_model_len: tokens of one request, or None for the model's own limit.
+    max_num_tokens: the token budget of a step. threads: 0 for one a physical core.
+    """
+
+    model_path: str
+    backend: Backend = "auto"
+    kv_dtype: KVDtype = "int8"
+    activations: Activations = "auto"
+    kv_memory: int | None = None
+    max_model_len: int | None = None
+    max_num_tokens: int = 512
+    max_num_requests: int = 64
+    block_size: int = 16
+    prefix_caching: bool = True
+    threads: int = 0

@@ -1,0 +1,32 @@
+"""What a request or a running engine can do wrong."""
+
+from quantd.kernels.errors import QuantdError
+
+
+class RequestError(QuantdError):
+    """A request holds an invalid value. `param` names the field at fault as the client spells it."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthError(RequestError):
+    """A prompt (plus what was asked to be generated) cannot fit; nothing is ever cut instead."""
+
+    def __init__(self, prompt_len: int, limit: int, message: str) -> None:
+        super().__init__(message, "messages")
+        self.prompt_len = prompt_len
+        self.limit = limit
+
+
+class CapacityError(QuantdError):
+    """The machine's memory cannot hold what was asked for."""
+
+
+class EngineDiedError(QuantdError):
+    """The engine process ended while a request was in it."""
+
+
+class NumericsError(QuantdError):
+    """A forward pass gave NaN or Inf; the message names the layer."""

@@ -1,0 +1,86 @@
+"""The frames between the daemon and an engine process: msgpack, each behind a 4-byte length (torch-free)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quantd.engine.request import Request, TokenEvent
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Daemon -> engine: take this request."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Daemon -> engine: drop this request before the next step."""
+
+    request_id: str
+
+
+class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
+    """Daemon -> engine: answer with Stats."""
+
+
+class Loading(msgspec.Struct, frozen=True, tag="loading"):
+    """Engine -> daemon, before Ready: `done` of `total` bytes of weights are loaded."""
+
+    done: int
+    total: int
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """Engine -> daemon, once: the model is loaded. Sizes in bytes, lengths in tokens."""
+
+    architecture: str
+    backend: str
+    vocab_size: int
+    max_model_len: int
+    weight_bytes: int
+    kv_dtype: str
+    kv_bytes: int
+    kv_bytes_per_token: int
+    block_size: int
+    num_blocks: int
+    load_seconds: float
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that the block pool holds."""
+        return self.num_blocks * self.block_size
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Engine -> daemon, in place of ModelInfo: why the load stopped."""
+
+    kind: str
+    message: str
+
+
+class Events(msgspec.Struct, frozen=True, tag="events"):
+    """Engine -> daemon: what one step did."""
+
+    events: list[TokenEvent]
+
+
+class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """Engine -> daemon: counters since the start, and the present state."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    aborts: int = 0
+
+
+ToEngine = Add | Abort | GetStats
+FromEngine = Loading | ModelInfo | Failed | Events | Stats

@@ -1,0 +1,89 @@
+"""What passes between scheduler and runner: RequestState, Plan, StepOutput (torch-free)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from quantd.engine.request import Request, TokenLogprob
+
+
+@dataclass
+class RequestState:
+    """A request inside an engine: what it asked, what it has so far, how far it is computed.
+
+    output: tokens generated. num_computed: tokens (of prompt + output) whose keys and values are in
+    the pool; preemption sets it back to 0. blocks: the request's block table, owned by CacheManager.
+    """
+
+    request: Request
+    output: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known: prompt and output."""
+        return len(self.request.prompt) + len(self.output)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Known tokens of positions start..stop-1."""
+        prompt = self.request.prompt
+        if stop <= len(prompt):
+            return prompt[start:stop]
+        return (prompt[start:] if start < len(prompt) else []) + self.output[
+            max(start - len(prompt), 0) : stop - len(prompt)
+        ]
+
+
+@dataclass(frozen=True)
+class PlanEntry:
+    """Compute tokens start .. start + num_tokens - 1 of a request.
+
+    samples: the chunk ends at the request's last known token, so a new one is drawn after it.
+    blocks: ids of the blocks that hold positions 0 .. start + num_tokens - 1.
+    """
+
+    request: RequestState
+    start: int
+    num_tokens: int
+    samples: bool
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step: what is computed, in batch order."""
+
+    entries: tuple[PlanEntry, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, over all requests."""
+        return sum(entry.num_tokens for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class EntryOutput:
+    """What a step gave for one PlanEntry.
+
+    token_ids: drawn tokens (empty unless the entry samples). logprobs: one per drawn token where
+    asked. prompt_logprobs: for prompt positions start + 1 .. of this chunk, where asked. error: why
+    this request alone must end.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """One EntryOutput for each entry of the plan, in its order."""
+
+    entries: tuple[EntryOutput, ...]

@@ -1,0 +1,104 @@
+"""What is asked of an engine and how it answers: SamplingParams, Request, TokenEvent (torch-free)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from quantd.engine.errors import RequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+MAX_LOGPROBS = 20
+INT64_MAX = 2**63 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one continuation is drawn. Text-level matters (stop strings, n, echo) are the daemon's.
+
+    temperature 0 is greedy. top_k 0 or -1: off. min_tokens: stop ids are masked until then.
+    stop_token_ids: the model's end ids (unless ignored) and the client's. max_tokens None: to the
+    context's end. logprobs None: off; N: the chosen token's and the N likeliest of each step.
+    prompt_logprobs likewise for every prompt token but the first. Logprobs are those of the raw
+    logits, before penalties and temperature.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise RequestError naming the first field that no engine could honour."""
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise RequestError(f"{name} must be between {low} and {high}, got {value}", name)
+        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+            for token_id in ids:
+                if not 0 <= token_id < vocab_size:
+                    raise RequestError(f"{name}: token id {token_id} is not in 0..{vocab_size - 1}", name)
+        if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
+            raise RequestError("logit_bias values must be between -100 and 100", "logit_bias")
+
+
+# NaN fails every comparison, so the range test refuses it too.
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 100.0),
+    ("top_k", -1, INT64_MAX),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 1e-3, 100.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("seed", -INT64_MAX - 1, INT64_MAX),
+    ("max_tokens", 0, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+)
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and one continuation of it. salt: requests share cached blocks only within a salt."""
+
+    id: str
+    prompt: list[int]
+    sampling: SamplingParams
+    salt: str = ""
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token's log probability and the likeliest (id, logprob) at its position, best first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step did for one request.
+
+    token_ids: new tokens, a stop id included. logprobs: one per new token where asked.
+    prompt_logprobs: entries for the next prompt positions, in order from position 1, as chunks are
+    computed. num_cached: prompt tokens taken from the prefix cache, in the first event only.
+    finish_reason ends the request; `error` says why where it is "error".
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob] = []
+    num_cached: int | None = None
+    finish_reason: FinishReason | None = None
+    error: str | None = None

@@ -1,0 +1,5 @@
+"""The root of quantd's one exception family. Each package adds its own leaves in its `errors.py`."""
+
+
+class QuantdError(Exception):
+    """Anything a user, a file or a machine can cause; the message names the thing and what to do."""
