@@ -1,0 +1,221 @@
+"""Where quantd keeps things and how a daemon runs: flags, variables and TOML from one set of records.
+
+The only place that reads the environment. A value is taken from the command line, else from a variable,
+else from the file, else from the record's default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from quantd.daemon.errors import ConfigError
+from quantd.daemon.settings import (
+    Setting,
+    choice,
+    seconds,
+    setting,
+    setting_like,
+    settings_of,
+    size,
+    socket_path,
+    switch,
+    tcp_port,
+    text,
+    whole,
+)
+from quantd.engine.config import Activations, Backend, EngineConfig, KVDtype
+
+SYSTEM_SOCKET = Path("/run/quantd/api.sock")
+
+# The names that llama.cpp and Ollama give to the same cache formats.
+_KV_ALIASES = {"q8_0": "int8", "f16": "fp16", "f32": "fp32"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Paths:
+    """The folders of one user's quantd, and the Unix socket of its daemon. None of them need exist yet."""
+
+    models: Path
+    cache: Path
+    state: Path
+    socket: Path
+    config: Path
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None, uid: int | None = None) -> Paths:
+        """All under $QUANTD_HOME if that is set, else in the XDG base directories (freedesktop.org, 0.8).
+
+        Root has no session of its own, so its socket is the system's, `/run/quantd/api.sock`.
+        """
+        env = os.environ if env is None else env
+        if home := env.get("QUANTD_HOME"):
+            return cls._under(Path(home).expanduser().absolute())
+        data, state = _xdg(env, "XDG_DATA_HOME", ".local/share"), _xdg(env, "XDG_STATE_HOME", ".local/state")
+        return cls(
+            models=data / "models",
+            cache=_xdg(env, "XDG_CACHE_HOME", ".cache"),
+            state=state,
+            socket=_default_socket(env, os.geteuid() if uid is None else uid, state),
+            config=_xdg(env, "XDG_CONFIG_HOME", ".config") / "quantd.toml",
+        )
+
+    @classmethod
+    def _under(cls, home: Path) -> Paths:
+        return cls(
+            models=home / "models",
+            cache=home / "cache",
+            state=home / "state",
+            socket=home / "run" / "api.sock",
+            config=home / "quantd.toml",
+        )
+
+    @property
+    def log(self) -> Path:
+        """The log file of daemons that the command line starts by itself."""
+        return self.state / "daemon.log"
+
+
+def _xdg(env: Mapping[str, str], name: str, default: str) -> Path:
+    """A base directory's quantd folder. The specification says to ignore relative values."""
+    value = Path(env.get(name, ""))
+    base = value if value.is_absolute() else Path(env.get("HOME") or Path.home()) / default
+    return base / "quantd"
+
+
+def _default_socket(env: Mapping[str, str], uid: int, state: Path) -> Path:
+    if uid == 0:
+        return SYSTEM_SOCKET
+    runtime = Path(env.get("XDG_RUNTIME_DIR", ""))
+    return runtime / "quantd" / "api.sock" if runtime.is_absolute() else state / "run" / "api.sock"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How engines run, whatever the model: the settable fields of EngineConfig, with its defaults."""
+
+    backend: Backend = setting_like(EngineConfig, "backend", choice(get_args(Backend)), "Kernels to use.")
+    kv_dtype: KVDtype = setting_like(
+        EngineConfig, "kv_dtype", choice(get_args(KVDtype), _KV_ALIASES), "Format of the KV cache."
+    )
+    activations: Activations = setting_like(
+        EngineConfig,
+        "activations",
+        choice(get_args(Activations)),
+        "fp32 keeps activations unrounded where a backend would round them.",
+    )
+    kv_memory: int | None = setting_like(
+        EngineConfig, "kv_memory", size(), "Memory of the KV cache; what is free if not given."
+    )
+    max_model_len: int | None = setting_like(
+        EngineConfig, "max_model_len", whole(1), "Most tokens of one request; the model's limit if not given."
+    )
+    max_num_tokens: int = setting_like(
+        EngineConfig, "max_num_tokens", whole(1), "Most tokens that one step computes."
+    )
+    max_num_requests: int = setting_like(
+        EngineConfig, "max_num_requests", whole(1), "Most requests that run at a time."
+    )
+    prefix_caching: bool = setting_like(
+        EngineConfig, "prefix_caching", switch(), "Keep and reuse the cache of common prefixes."
+    )
+    threads: int = setting_like(
+        EngineConfig, "threads", whole(0, 1024), "Compute threads; 0 for one a physical core."
+    )
+
+    def for_model(self, model_path: Path) -> EngineConfig:
+        """The record that an engine process for the model in this folder gets."""
+        return EngineConfig(model_path=str(model_path), **dataclasses.asdict(self))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """How a daemon runs. socket, port: None for none. model: the one to load at the start."""
+
+    socket: Path | None = setting(
+        socket_path(),
+        "Unix socket to listen on.",
+        default_factory=lambda: Paths.from_env().socket,
+        env="QUANTD_SOCKET",
+    )
+    host: str = setting(text(), "Address to listen on.", default="127.0.0.1")
+    port: int | None = setting(tcp_port(), "TCP port to listen on.", default=11435)
+    model: str | None = setting(text(), "Model to load at the start.")
+    drain_seconds: float = setting(
+        seconds(), "How long a stop waits for the requests that run.", default=30.0
+    )
+    max_queue: int = setting(whole(1), "Most requests in the daemon; further ones are refused.", default=512)
+    engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
+    paths: Paths = dataclasses.field(default_factory=Paths.from_env)
+
+
+def load_config(
+    flags: Mapping[str, object], file: Path | None = None, env: Mapping[str, str] | None = None
+) -> ServeConfig:
+    """The configuration of a daemon. `flags` maps setting names to values; None: not given.
+
+    `file` is the one that must be read; without it $QUANTD_CONFIG, or quantd.toml in the config folder if
+    there is one. Raises ConfigError naming the flag, variable, or file and key, and what it takes.
+    """
+    env = os.environ if env is None else env
+    paths = Paths.from_env(env)
+    path = file or (Path(env["QUANTD_CONFIG"]).expanduser() if env.get("QUANTD_CONFIG") else None)
+    if path is None and paths.config.exists():
+        path = paths.config
+    table = {} if path is None else _read_toml(path)
+    engine_table = table.pop("engine", {})
+    if not isinstance(engine_table, dict):
+        raise ConfigError(f"{path}: engine must be a table: [engine]")
+    engine = _gather(EngineOptions, flags, env, f"{path}: engine.", engine_table)
+    daemon = _gather(ServeConfig, flags, env, f"{path}: ", table)
+    return ServeConfig(**({"socket": paths.socket} | daemon), engine=EngineOptions(**engine), paths=paths)
+
+
+def client_sockets(socket: str | None, env: Mapping[str, str] | None = None) -> list[Path]:
+    """Where a client looks for a daemon, in order: the socket asked for, else the user's and the system's."""
+    env = os.environ if env is None else env
+    if chosen := socket or env.get("QUANTD_SOCKET"):
+        return [] if chosen == "off" else [Path(chosen).expanduser().absolute()]
+    own = Paths.from_env(env).socket
+    return [own] if env.get("QUANTD_HOME") else list(dict.fromkeys([own, SYSTEM_SOCKET]))
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _gather(
+    record: type[Any], flags: Mapping[str, object], env: Mapping[str, str], where: str, table: dict[str, Any]
+) -> dict[str, Any]:
+    """The values given for a record's settings. `where` leads to the table's keys in messages."""
+    settings = settings_of(record)
+    for key in table.keys() - settings.keys():
+        raise ConfigError(f"{where}{key}: no such key; {_suggest(key, settings)}")
+    chosen = {name: _choose(setting, flags, env, where, table) for name, setting in settings.items()}
+    return {name: settings[name].parse(*found) for name, found in chosen.items() if found is not None}
+
+
+def _choose(
+    setting: Setting, flags: Mapping[str, object], env: Mapping[str, str], where: str, table: dict[str, Any]
+) -> tuple[object, str] | None:
+    """The value given for a setting where it counts most, and that place's name."""
+    if flags.get(setting.name) is not None:
+        return flags[setting.name], setting.flag
+    if setting.env is not None and env.get(setting.env):
+        return env[setting.env], setting.env
+    return (table[setting.name], where + setting.name) if setting.name in table else None
+
+
+def _suggest(key: str, known: Mapping[str, Setting]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    return f"did you mean {close[0]}?" if close else "known keys: " + ", ".join(known)
