@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from random import SystemRandom
 
 from quantd.engine.request import Request, TokenLogprob
 
@@ -14,12 +15,20 @@ class RequestState:
 
     output: tokens generated. num_computed: tokens (of prompt + output) whose keys and values are in
     the pool; preemption sets it back to 0. blocks: the request's block table, owned by CacheManager.
+    seed: of its random stream, a fresh one where it asked for none. num_prompt_logprobs: how many the
+    runner has given, so that a recomputed prompt gives none twice.
     """
 
     request: Request
     output: list[int] = field(default_factory=list)
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+    seed: int = field(init=False)
+    num_prompt_logprobs: int = 0
+
+    def __post_init__(self) -> None:
+        asked = self.request.sampling.seed
+        self.seed = SystemRandom().getrandbits(63) if asked is None else asked
 
     @property
     def id(self) -> str:

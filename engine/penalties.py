@@ -1,0 +1,73 @@
+"""What changes a request's logits before a token is drawn: masks, biases and penalties.
+
+Each adjustment is a row of a table: when it applies, and how it changes the row [V] in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from quantd.engine.logprobs import Row
+from quantd.engine.plan import RequestState
+
+
+class Adjustment(NamedTuple):
+    """`apply` changes a request's logits in place, where `wanted`."""
+
+    wanted: Callable[[RequestState], bool]
+    apply: Callable[[RequestState, Row], None]
+
+
+def adjusted(row: Row, state: RequestState) -> Row:
+    """The logits that `state`'s next token is drawn from; `row` itself where nothing applies."""
+    steps = [adjustment.apply for adjustment in _ADJUSTMENTS if adjustment.wanted(state)]
+    if steps:
+        row = row.copy()
+    for apply in steps:
+        apply(state, row)
+    return row
+
+
+def _before_min_tokens(state: RequestState) -> bool:
+    params = state.request.sampling
+    return bool(params.stop_token_ids) and len(state.output) < params.min_tokens
+
+
+def _mask_stop_ids(state: RequestState, row: Row) -> None:
+    row[list(state.request.sampling.stop_token_ids)] = -np.inf
+
+
+def _add_bias(state: RequestState, row: Row) -> None:
+    bias = state.request.sampling.logit_bias
+    row[list(bias.keys())] += np.fromiter(bias.values(), np.float32, len(bias))
+
+
+def _penalize_repetition(state: RequestState, row: Row) -> None:
+    """Scores of tokens in prompt or output move towards minus infinity by a factor (CTRL, 2019)."""
+    seen = np.array(state.tokens(0, state.num_tokens))
+    scores = row[seen]
+    penalty = np.float32(state.request.sampling.repetition_penalty)
+    row[seen] = np.where(scores < 0, scores * penalty, scores / penalty)
+
+
+def _has_count_penalty(state: RequestState) -> bool:
+    params = state.request.sampling
+    return bool(state.output) and (params.frequency_penalty != 0 or params.presence_penalty != 0)
+
+
+def _penalize_counts(state: RequestState, row: Row) -> None:
+    """Minus frequency_penalty per occurrence in the output, minus presence_penalty once (OpenAI)."""
+    params = state.request.sampling
+    ids, counts = np.unique(state.output, return_counts=True)
+    row[ids] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
+
+
+_ADJUSTMENTS = (
+    Adjustment(_before_min_tokens, _mask_stop_ids),
+    Adjustment(lambda state: bool(state.request.sampling.logit_bias), _add_bias),
+    Adjustment(lambda state: state.request.sampling.repetition_penalty != 1, _penalize_repetition),
+    Adjustment(_has_count_penalty, _penalize_counts),
+)
