@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from quantd.engine.errors import ContextLengthError, RequestError
 from quantd.engine.request import Request, TokenEvent
 
 
@@ -50,6 +51,25 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
         """Tokens that the block pool holds."""
         return self.num_blocks * self.block_size
 
+    @property
+    def max_request_len(self) -> int:
+        """Tokens, prompt and output, at which a request ends: the context or the pool is full."""
+        return min(self.max_model_len, self.kv_tokens)
+
+    def check_request(self, request: Request) -> None:
+        """Raise RequestError, or ContextLengthError, if this model can never serve the request."""
+        prompt_len, limit = len(request.prompt), self.max_request_len
+        if not prompt_len:
+            raise RequestError("the prompt is empty: give at least one token", "prompt")
+        if prompt_len >= limit:
+            full = "context length" if limit == self.max_model_len else "KV cache (raise kv_memory)"
+            message = f"the prompt has {prompt_len} tokens, but with one to generate it must fit {limit}, the {full}"
+            raise ContextLengthError(prompt_len, limit, message)
+        for token_id in (min(request.prompt), max(request.prompt)):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(f"token id {token_id} is not in 0..{self.vocab_size - 1}", "prompt")
+        request.sampling.validate(self.vocab_size)
+
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """Engine -> daemon, in place of ModelInfo: why the load stopped."""
@@ -65,7 +85,13 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
-    """Engine -> daemon: counters since the start, and the present state."""
+    """Engine -> daemon: counters since the start, and the present state.
+
+    blocks_free: hold nothing; blocks_cached: held by no request, but findable by their prefix; the
+    others of blocks_total are held by requests. prompt_tokens: of admitted requests, cached ones
+    included. prefix_queries, prefix_hits: prompt tokens looked up in and found by the prefix cache,
+    at a request's first admission. evictions: findable blocks given to other tokens.
+    """
 
     num_running: int = 0
     num_waiting: int = 0

@@ -1,4 +1,4 @@
-"""What passes between scheduler and runner: RequestState, Plan, StepOutput (torch-free)."""
+"""What passes between scheduler and runner: RequestState, Plan, StepOutput, the Runner itself (torch-free)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from random import SystemRandom
 from quantd.engine.request import Request, TokenLogprob
 
 
-@dataclass
+@dataclass(eq=False)
 class RequestState:
     """A request inside an engine: what it asked, what it has so far, how far it is computed.
 
@@ -96,3 +96,21 @@ class StepOutput:
     """One EntryOutput for each entry of the plan, in its order."""
 
     entries: tuple[EntryOutput, ...]
+
+
+class Runner(Protocol):
+    """What computes a plan. One is built for each engine process, and lives as long."""
+
+    @property
+    def info(self) -> ModelInfo:
+        """The loaded model and the size of its block pool."""
+        ...
+
+    def run(self, plan: Plan) -> StepOutput:
+        """Compute one step.
+
+        Every layer writes the keys and values of all the plan's tokens before any of its attention
+        reads them: an entry may read blocks that an earlier entry of the same plan fills. A fault
+        of one request is its EntryOutput.error; an exception fails the whole step.
+        """
+        ...
