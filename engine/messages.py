@@ -62,8 +62,10 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
         if not prompt_len:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
         if prompt_len >= limit:
-            full = "context length" if limit == self.max_model_len else "KV cache (raise kv_memory)"
-            message = f"the prompt has {prompt_len} tokens, but with one to generate it must fit {limit}, the {full}"
+            name = "context length" if limit == self.max_model_len else "KV cache (see --kv-memory)"
+            message = (
+                f"the prompt has {prompt_len} tokens and needs room for one more, but the {name} is {limit}"
+            )
             raise ContextLengthError(prompt_len, limit, message)
         for token_id in (min(request.prompt), max(request.prompt)):
             if not 0 <= token_id < self.vocab_size:

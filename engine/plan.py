@@ -1,11 +1,13 @@
-"""What passes between scheduler and runner: RequestState, Plan, StepOutput, the Runner itself (torch-free)."""
+"""What passes between scheduler and runner: RequestState, Plan, StepOutput; Runner (torch-free)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import SystemRandom
+from typing import Protocol
 
+from quantd.engine.messages import ModelInfo
 from quantd.engine.request import Request, TokenLogprob
 
 
@@ -14,9 +16,11 @@ class RequestState:
     """A request inside an engine: what it asked, what it has so far, how far it is computed.
 
     output: tokens generated. num_computed: tokens (of prompt + output) whose keys and values are in
-    the pool; preemption sets it back to 0. blocks: the request's block table, owned by CacheManager.
-    seed: of its random stream, a fresh one where it asked for none. num_prompt_logprobs: how many the
-    runner has given, so that a recomputed prompt gives none twice.
+    the pool; preemption sets it back to 0. blocks: the request's block table, and block_keys: the
+    prefix-cache keys of its full blocks, both owned by CacheManager. seed: of its random stream, a
+    fresh one where it asked for none. num_prompt_logprobs: how many the runner has given (Scheduler
+    counts them), so that a recomputed prompt gives none twice. num_cached: prompt tokens found in the
+    prefix cache at the first admission; None before it.
     """
 
     request: Request
@@ -25,6 +29,8 @@ class RequestState:
     blocks: list[int] = field(default_factory=list)
     seed: int = field(init=False)
     num_prompt_logprobs: int = 0
+    block_keys: list[bytes] = field(default_factory=list)
+    num_cached: int | None = None
 
     def __post_init__(self) -> None:
         asked = self.request.sampling.seed
@@ -81,8 +87,8 @@ class EntryOutput:
     """What a step gave for one PlanEntry.
 
     token_ids: drawn tokens (empty unless the entry samples). logprobs: one per drawn token where
-    asked. prompt_logprobs: for prompt positions start + 1 .. of this chunk, where asked. error: why
-    this request alone must end.
+    asked. prompt_logprobs: for prompt positions start + 1 .. of this chunk, where asked, less the
+    request's num_prompt_logprobs that were given before. error: why this request alone must end.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -104,7 +110,6 @@ class Runner(Protocol):
     @property
     def info(self) -> ModelInfo:
         """The loaded model and the size of its block pool."""
-        ...
 
     def run(self, plan: Plan) -> StepOutput:
         """Compute one step.
@@ -113,4 +118,3 @@ class Runner(Protocol):
         reads them: an entry may read blocks that an earlier entry of the same plan fills. A fault
         of one request is its EntryOutput.error; an exception fails the whole step.
         """
-        ...

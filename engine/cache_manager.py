@@ -1,0 +1,123 @@
+"""Block tables of requests: admit with prefix hits, append, free; and the audit of it all (torch-free).
+
+A block is findable from the moment the step that fills it is planned. That is sound because of the
+order within a step: a layer writes the keys and values of the whole batch before its attention reads
+any, so a request may share blocks with one that comes before it in the same plan. Requests of equal
+prompts that arrive together thus compute their common prefix once. If that step fails, its blocks
+are forgotten (`free(..., forget=True)`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from quantd.engine.block_pool import BlockPool
+from quantd.engine.plan import RequestState
+from quantd.engine.prefix_cache import PrefixCache, block_key, root_key
+
+
+class CacheManager:
+    """Owns RequestState.blocks, block_keys and the moves of num_computed that are not a step's."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.prefix = PrefixCache()
+        self.num_evictions = 0
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that no request holds but that a prefix can find."""
+        return sum(not self.pool.ref_counts[block] for block in self.prefix)
+
+    def admit(self, state: RequestState, headroom: int) -> bool:
+        """Give a request its prefix hits, if all its tokens and `headroom` blocks more would fit now.
+
+        Else change nothing. Only the hits are taken: the other blocks come chunk by chunk.
+        """
+        hits = self._find_hits(state)
+        free_hits = sum(not self.pool.ref_counts[block] for block in hits)
+        num_new = self._num_blocks(state.num_tokens) - len(hits)
+        if num_new + free_hits + headroom > self.pool.num_free:
+            return False
+        for block in hits:
+            self.pool.share(block)
+        state.blocks = hits
+        state.num_computed = len(hits) * self.block_size
+        return True
+
+    def append(self, state: RequestState, num_tokens: int) -> bool:
+        """Give a request the blocks for its next `num_tokens` tokens; if too few are free, none."""
+        end = state.num_computed + num_tokens
+        num_new = self._num_blocks(end) - len(state.blocks)
+        if num_new > self.pool.num_free:
+            return False
+        state.blocks.extend(self._allocate() for _ in range(num_new))
+        if self.prefix_caching:
+            self._extend_keys(state)
+            for index in range(state.num_computed // self.block_size, end // self.block_size):
+                self.prefix.insert(state.block_keys[index], state.blocks[index])
+        return True
+
+    def free(self, state: RequestState, forget: bool = False) -> None:
+        """Take a request's blocks back. They stay findable, unless `forget`: their contents are in doubt.
+
+        Last block first, so that the deep end of a prefix is reused before its root.
+        """
+        if forget:
+            for block in state.blocks:
+                self.prefix.evict(block)
+        for block in reversed(state.blocks):
+            self.pool.release(block, keep=block in self.prefix)
+        state.blocks = []
+        state.num_computed = 0
+
+    def check(self, states: Iterable[RequestState]) -> None:
+        """Assert, between steps, that the pool adds up over all the requests there are."""
+        self.pool.check()
+        self.prefix.check()
+        held: Counter[int] = Counter()
+        for state in states:
+            held.update(state.blocks)
+            assert len(state.blocks) == self._num_blocks(state.num_computed), state
+            for index, block in enumerate(state.blocks):
+                assert self.prefix.key_of(block) in (None, *state.block_keys[index : index + 1]), (
+                    state,
+                    index,
+                )
+        assert all(count == held[block] for block, count in enumerate(self.pool.ref_counts)), held
+        free = [block in self.prefix for block in self.pool.free_blocks()]
+        assert free == sorted(free), "an empty block waits behind one worth keeping"
+        assert len(free) - sum(free) + self.num_cached + len(held) == self.pool.num_blocks
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _allocate(self) -> int:
+        block = self.pool.allocate()
+        self.num_evictions += self.prefix.evict(block)
+        return block
+
+    def _find_hits(self, state: RequestState) -> list[int]:
+        """Blocks that hold the request's first tokens, never all of them: the last is always computed."""
+        if not self.prefix_caching:
+            return []
+        self._extend_keys(state)
+        return self.prefix.find(state.block_keys[: _max_hit_len(state) // self.block_size])
+
+    def _extend_keys(self, state: RequestState) -> None:
+        keys = state.block_keys
+        for index in range(len(keys), state.num_tokens // self.block_size):
+            parent = keys[-1] if keys else root_key(state.request.salt)
+            start = index * self.block_size
+            keys.append(block_key(parent, state.tokens(start, start + self.block_size)))
+
+
+def _max_hit_len(state: RequestState) -> int:
+    """Tokens that a hit may cover. Those whose prompt logprobs are still owed must be computed."""
+    num_owed = len(state.request.prompt) - 1
+    if state.request.sampling.prompt_logprobs is not None and state.num_prompt_logprobs < num_owed:
+        return state.num_prompt_logprobs
+    return state.num_tokens - 1

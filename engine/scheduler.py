@@ -1,0 +1,230 @@
+"""Which tokens each step computes: queues, the token budget, chunks, preemption (torch-free).
+
+Knows tokens, not phases: a request has known tokens and computed ones, and a step closes part of the
+gap. Requests that run come first, in the order of their admission, then waiting ones, first come
+first served, under one token budget. Two things follow that nothing has to enforce:
+- A decode never starves behind a prefill. A prompt that does not end in its first step has taken all
+  the budget left, so nobody is admitted behind it before its last chunk, and whoever runs before it
+  is served first. At most max_num_tokens requests run, so each of the decoding ones gets its token.
+- Nothing waits for ever. The oldest running request can take the blocks of all the others, and no
+  request outgrows the pool; with nobody running, the head of the queue always fits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+from quantd.engine.cache_manager import CacheManager
+from quantd.engine.config import EngineConfig
+from quantd.engine.errors import RequestError
+from quantd.engine.messages import ModelInfo, Stats
+from quantd.engine.plan import EntryOutput, Plan, PlanEntry, RequestState, StepOutput
+from quantd.engine.request import FinishReason, Request, TokenEvent
+
+
+@dataclass
+class Counters:
+    """What Stats says of the past (see there)."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    aborts: int = 0
+
+
+class Scheduler:
+    """Requests in, plans out; step outputs in, events out. Calls must alternate: schedule, update or fail."""
+
+    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+        self.info = info
+        self.cache = CacheManager(info.num_blocks, info.block_size, config.prefix_caching)
+        self.max_num_tokens = config.max_num_tokens
+        self.max_num_running = min(config.max_num_requests, config.max_num_tokens)
+        self.running: list[RequestState] = []
+        self.waiting: deque[RequestState] = deque()
+        self.counters = Counters()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, request: Request) -> TokenEvent | None:
+        """Queue a request; one that could never be served is refused by the event returned."""
+        assert all(state.id != request.id for state in self._states()), (
+            f"request {request.id} is here already"
+        )
+        try:
+            self.info.check_request(request)
+        except RequestError as error:
+            return TokenEvent(request_id=request.id, finish_reason="error", error=str(error))
+        self.waiting.append(RequestState(request))
+        return None
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """End a request between steps, whatever its state; its blocks are free at once."""
+        state = next((state for state in self._states() if state.id == request_id), None)
+        if state is None:
+            return None
+        self.counters.aborts += 1
+        self._remove(state)
+        return TokenEvent(request_id=request_id, finish_reason="abort")
+
+    def schedule(self) -> Plan:
+        """Plan the next step. Not empty while there is work."""
+        entries: list[PlanEntry] = []
+        num_preemptions = self.counters.preemptions
+        self._plan_running(entries)
+        # Blocks freed by force are for those that run: a newcomer would be the next to lose them.
+        if self.counters.preemptions == num_preemptions:
+            self._plan_waiting(entries)
+        assert entries or not self.has_work, "no request can move"
+        self.counters.steps += 1
+        return Plan(tuple(entries))
+
+    def update(self, plan: Plan, output: StepOutput) -> list[TokenEvent]:
+        """Take in what a step gave; requests that end hold nothing afterwards."""
+        pairs = zip(plan.entries, output.entries, strict=True)
+        events = [self._update(entry, entry_output) for entry, entry_output in pairs]
+        return [event for event in events if event is not None]
+
+    def fail(self, plan: Plan, error: str) -> list[TokenEvent]:
+        """End all requests of a step that could not be computed."""
+        return [self._fail(entry.request, error) for entry in plan.entries]
+
+    def stats(self) -> Stats:
+        num_cached = self.cache.num_cached
+        return Stats(
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            blocks_total=self.info.num_blocks,
+            blocks_free=self.cache.pool.num_free - num_cached,
+            blocks_cached=num_cached,
+            evictions=self.cache.num_evictions,
+            **asdict(self.counters),
+        )
+
+    def check(self) -> None:
+        """Assert, between steps, that no block is lost, and that nothing runs beyond its limits."""
+        self.cache.check(self._states())
+        assert not any(state.blocks for state in self.waiting)
+        assert len(self.running) <= self.max_num_running
+        assert all(
+            state.num_computed < state.num_tokens < self.info.max_request_len for state in self._states()
+        )
+
+    def _states(self) -> Iterable[RequestState]:
+        return (*self.running, *self.waiting)
+
+    def _plan_running(self, entries: list[PlanEntry]) -> None:
+        """Plan for those that run, oldest first. Only those behind, not planned yet, can be preempted."""
+        index, budget = 0, self.max_num_tokens
+        while index < len(self.running) and budget:
+            state = self.running[index]
+            num_tokens = min(state.num_tokens - state.num_computed, budget)
+            if self._make_room(state, num_tokens):
+                entries.append(_entry(state, num_tokens))
+                budget -= num_tokens
+                index += 1
+
+    def _plan_waiting(self, entries: list[PlanEntry]) -> None:
+        """Admit from the queue's head while seats, budget and blocks last."""
+        budget = self.max_num_tokens - sum(entry.num_tokens for entry in entries)
+        while self.waiting and budget and len(self.running) < self.max_num_running:
+            state = self.waiting[0]
+            # A block for each that runs, so that they do not need the newcomer's again in a few steps.
+            if not self.cache.admit(state, headroom=len(self.running)):
+                return
+            self.running.append(self.waiting.popleft())
+            self._count_admission(state)
+            num_tokens = min(state.num_tokens - state.num_computed, budget)
+            appended = self.cache.append(state, num_tokens)
+            assert appended, f"request {state.id} was admitted without room"
+            entries.append(_entry(state, num_tokens))
+            budget -= num_tokens
+
+    def _make_room(self, state: RequestState, num_tokens: int) -> bool:
+        """Get a running request its blocks, by preempting from the latest on. False if that was itself."""
+        while not self.cache.append(state, num_tokens):
+            victim = self.running.pop()
+            self.cache.free(victim)
+            self.waiting.appendleft(victim)
+            self.counters.preemptions += 1
+            if victim is state:
+                return False
+        return True
+
+    def _count_admission(self, state: RequestState) -> None:
+        """Note a request's first admission: later ones bring back what a preemption took."""
+        if state.num_cached is not None:
+            return
+        state.num_cached = state.num_computed
+        self.counters.prompt_tokens += len(state.request.prompt)
+        if self.cache.prefix_caching:
+            self.counters.prefix_queries += len(state.request.prompt)
+            self.counters.prefix_hits += state.num_cached
+
+    def _update(self, entry: PlanEntry, output: EntryOutput) -> TokenEvent | None:
+        state = entry.request
+        if output.error is not None:
+            return self._fail(state, output.error)
+        is_first = not state.output and not state.num_prompt_logprobs
+        state.num_computed = entry.start + entry.num_tokens
+        state.num_prompt_logprobs += len(output.prompt_logprobs)
+        token_ids, reason = self._accept(state, output.token_ids)
+        assert token_ids or not entry.samples, f"no token was drawn for request {state.id}"
+        if reason is not None:
+            self._remove(state)
+        elif not token_ids and not output.prompt_logprobs:
+            return None
+        return TokenEvent(
+            request_id=state.id,
+            token_ids=token_ids,
+            logprobs=output.logprobs[: len(token_ids)],
+            prompt_logprobs=output.prompt_logprobs,
+            num_cached=state.num_cached if is_first else None,
+            finish_reason=reason,
+        )
+
+    def _accept(self, state: RequestState, drawn: list[int]) -> tuple[list[int], FinishReason | None]:
+        """Add drawn tokens to a request, up to the one that ends it. Asked for none, it ends without."""
+        if state.num_computed < state.num_tokens:
+            return [], None
+        accepted: list[int] = []
+        reason = self._finish_reason(state)
+        for token_id in drawn:
+            if reason is not None:
+                break
+            accepted.append(token_id)
+            state.output.append(token_id)
+            reason = self._finish_reason(state)
+        self.counters.generated_tokens += len(accepted)
+        return accepted, reason
+
+    def _finish_reason(self, state: RequestState) -> FinishReason | None:
+        sampling = state.request.sampling
+        if state.output and state.output[-1] in sampling.stop_token_ids:
+            return "stop"
+        full = state.num_tokens == self.info.max_request_len
+        return "length" if full or len(state.output) == sampling.max_tokens else None
+
+    def _fail(self, state: RequestState, error: str) -> TokenEvent:
+        """End a request whose tokens, and so the contents of its blocks, cannot be trusted."""
+        self._remove(state, forget=True)
+        return TokenEvent(request_id=state.id, finish_reason="error", error=error)
+
+    def _remove(self, state: RequestState, forget: bool = False) -> None:
+        self.cache.free(state, forget)
+        queue = self.running if state in self.running else self.waiting
+        queue.remove(state)
+
+
+def _entry(state: RequestState, num_tokens: int) -> PlanEntry:
+    """The chunk of a request that comes next. At its last known token one is drawn, if one is wanted."""
+    start = state.num_computed
+    samples = start + num_tokens == state.num_tokens and state.request.sampling.max_tokens != 0
+    return PlanEntry(state, start, num_tokens, samples, tuple(state.blocks))
