@@ -7,7 +7,7 @@ Ops never write to their inputs unless the docstring says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -151,6 +151,9 @@ class Ops(Protocol):
 
     def glu(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """activation(left half) * right half of gate_up [M, 2 I] -> [M, I]."""
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        """Outputs side by side: [M, N_i] each -> [M, sum of N_i]; for weights too unlike to be packed as one."""
 
     def compile(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A backend's chance to record a forward built from these ops and replay it; may return it as is."""

@@ -7,7 +7,7 @@ Weights stay in memory as small as they came; rows of them are dequantized when 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -198,6 +198,10 @@ class ReferenceOps:
         gate, up = gate_up.double().chunk(2, -1)
         gate = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
         return (gate * up).float()
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        """[M, N_i] each -> [M, sum of N_i]."""
+        return torch.cat(tuple(parts), 1)
 
     def compile(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Nothing to record."""
