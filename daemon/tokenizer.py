@@ -1,0 +1,192 @@
+"""A model's text side: tokenizer, end ids and chat template, read from the files beside its weights.
+
+Knows nothing of weights. Files and keys are Hugging Face's: tokenizer.json, tokenizer_config.json,
+generation_config.json, config.json, chat_template.jinja, additional_chat_templates/.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from quantd.daemon.templates import ChatTemplate
+from quantd.daemon.text import (
+    IncrementalDetokenizer,
+    byte_level_bytes,
+    decoder_steps,
+    fallback_byte,
+    is_byte_level,
+)
+from quantd.quant.errors import CheckpointError
+
+# Tokens that end a turn. Chat models often leave theirs out of every eos_token_id.
+_TURN_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|eot|>",
+    "<|end_of_turn|>",
+)
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Text to tokens and back for one model.
+
+    end_ids: the ids that end an answer. template: None where the model has none.
+    """
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        config: dict[str, Any],
+        template: ChatTemplate | None,
+        end_ids: Iterable[int],
+    ) -> None:
+        self._core = core
+        added = core.get_added_tokens_decoder()
+        self._specials = {token.content for token in added.values() if token.special}
+        decoder = json.loads(core.decoder.__getstate__()) if core.decoder else None
+        self._makers = decoder_steps(decoder)
+        self._byte_level = is_byte_level(decoder)
+        self._pieces: dict[int, str | None] = {}
+        self._prefix = _raw_prefix(core, config)
+        self.template = template
+        self.end_ids = frozenset(end_ids)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Read a model folder. Raises CheckpointError naming the file that is missing or not valid."""
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise CheckpointError(
+                f"{folder} has no tokenizer.json; quantd needs the tokenizer in that format"
+            )
+        try:
+            core = tokenizers.Tokenizer.from_file(str(file))
+        # The bindings raise a bare Exception for every fault of the file.
+        except Exception as error:
+            raise CheckpointError(f"{file}: not a valid tokenizer: {error}") from error
+        core.no_truncation()
+        core.no_padding()
+        config = _read_json(folder / "tokenizer_config.json")
+        special_tokens = _special_tokens(config)
+        source = _template_source(folder, config)
+        template = None if source is None else ChatTemplate(source, special_tokens)
+        return cls(core, config, template, _end_ids(core, folder, special_tokens, source))
+
+    def encode(self, text: str, raw: bool = False) -> list[int]:
+        """Tokens of a text; special tokens written in it count as such.
+
+        raw: the text is no rendered template, so the tokenizer's own first tokens go before it, unless
+        it starts with them already.
+        """
+        ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
+        if raw and ids[: len(self._prefix)] != self._prefix:
+            return self._prefix + ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a whole list, special tokens skipped, no clean-up of spaces."""
+        return self._core.decode(list(ids), skip_special_tokens=True)
+
+    def detokenizer(self, at_start: bool = False) -> IncrementalDetokenizer:
+        """A new incremental detokenizer. at_start: False for text that goes on from a prompt."""
+        return IncrementalDetokenizer(self._makers, self._piece, at_start)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token adds to a running text; a special token's name."""
+        piece = self._core.id_to_token(token_id) or ""
+        if piece in self._specials:
+            return piece.encode()
+        if self._byte_level:
+            return byte_level_bytes(piece)
+        byte = fallback_byte(piece)
+        if byte is not None:
+            return bytes([byte])
+        detokenizer = self.detokenizer()
+        return (detokenizer.feed(token_id) + detokenizer.flush()).encode()
+
+    def has_text(self, token_id: int) -> bool:
+        """Whether a token may show in a text, as special and unknown ones do not."""
+        return self._piece(token_id) is not None
+
+    def _piece(self, token_id: int) -> str | None:
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            piece = self._core.id_to_token(token_id)
+            self._pieces[token_id] = None if piece in self._specials else piece
+            return self._pieces[token_id]
+
+
+def _raw_prefix(core: tokenizers.Tokenizer, config: dict[str, Any]) -> list[int]:
+    """What goes before a raw prompt: add_bos_token says, else what the tokenizer's post-processor adds."""
+    bos = core.token_to_id(_text_of(config.get("bos_token")) or "")
+    adds_bos = config.get("add_bos_token")
+    if isinstance(adds_bos, bool):
+        return [bos] if adds_bos and bos is not None else []
+    ids: list[int] = core.encode("", add_special_tokens=True).ids
+    eos = core.token_to_id(_text_of(config.get("eos_token")) or "")
+    return ids[:-1] if ids and ids[-1] == eos != bos else ids
+
+
+def _end_ids(
+    core: tokenizers.Tokenizer, folder: Path, special_tokens: dict[str, str], template: str | None
+) -> set[int]:
+    """The union of what tokenizer, generation config, config and template name as ends."""
+    names = [special_tokens.get("eos_token")]
+    specials = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
+    names += [name for name in _TURN_ENDS if name in specials and name in (template or "")]
+    ids = {token_id for name in names if name and (token_id := core.token_to_id(name)) is not None}
+    config = _read_json(folder / "config.json")
+    for source in (config, config.get("text_config"), _read_json(folder / "generation_config.json")):
+        ids |= _id_list(source.get("eos_token_id")) if isinstance(source, dict) else set()
+    return ids
+
+
+def _id_list(value: object) -> set[int]:
+    values = value if isinstance(value, list) else [value]
+    return {item for item in values if type(item) is int}
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    named = {name: _text_of(config.get(name)) for name in _SPECIAL_NAMES}
+    return {name: text for name, text in named.items() if text is not None}
+
+
+def _text_of(token: object) -> str | None:
+    """A special token is written as its text, or as a record with the text in `content`."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+    """The default chat template; a file of its own goes before the tokenizer's configuration."""
+    for file in (folder / "chat_template.jinja", folder / "additional_chat_templates" / "default.jinja"):
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default") or next(iter(named.values()), None)
+    return template if isinstance(template, str) else None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """A JSON object, or {} where there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: holds no JSON object")
+    return value
