@@ -1,0 +1,86 @@
+"""A Plan as the tensors of one forward. Runs before every step, so it is built in few numpy calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quantd.engine.plan import Plan, PlanEntry
+from quantd.kernels.ops import AttentionInputs
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step's inputs. token_ids: int32 [M]. attention: where the tokens stand.
+
+    logit_rows: int64 [L], the rows of the hidden state whose logits are needed, by entry: first those
+    of its prompt log probabilities, then its last row if it samples.
+    """
+
+    token_ids: Tensor
+    attention: AttentionInputs
+    logit_rows: Tensor
+
+
+def build_batch(plan: Plan, block_size: int) -> Batch:
+    """The tensors of `plan`, whose entries are not empty."""
+    entries = plan.entries
+    counts = [entry.num_tokens for entry in entries]
+    starts = [entry.start for entry in entries]
+    query_start = np.zeros(len(entries) + 1, np.int32)
+    np.cumsum(counts, out=query_start[1:])
+    positions = np.arange(query_start[-1], dtype=np.int32)
+    positions += np.repeat(np.array(starts, np.int32) - query_start[:-1], counts)
+    tables = _block_tables(entries)
+    owners = np.repeat(np.arange(len(entries)), counts)
+    slots = tables[owners, positions // block_size] * block_size + positions % block_size
+    return Batch(
+        token_ids=torch.from_numpy(_token_ids(entries)),
+        attention=AttentionInputs(
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots.astype(np.int32, copy=False)),
+            query_start=torch.from_numpy(query_start),
+            context_len=torch.from_numpy(np.array(starts, np.int32) + np.array(counts, np.int32)),
+            block_tables=torch.from_numpy(tables),
+        ),
+        logit_rows=torch.from_numpy(_logit_rows(entries, query_start)),
+    )
+
+
+def _token_ids(entries: tuple[PlanEntry, ...]) -> Ints:
+    ids: list[int] = []
+    for entry in entries:
+        ids += entry.request.tokens(entry.start, entry.start + entry.num_tokens)
+    return np.array(ids, np.int32)
+
+
+def _block_tables(entries: tuple[PlanEntry, ...]) -> Ints:
+    """[R, longest table], unused entries 0."""
+    tables = np.zeros((len(entries), max(len(entry.blocks) for entry in entries)), np.int32)
+    for row, entry in zip(tables, entries, strict=True):
+        row[: len(entry.blocks)] = entry.blocks
+    return tables
+
+
+def prompt_logprob_positions(entry: PlanEntry) -> range:
+    """Prompt positions whose log probabilities this entry must give: those after its tokens."""
+    request = entry.request.request
+    if request.sampling.prompt_logprobs is None:
+        return range(0)
+    return range(entry.start + 1, min(entry.start + entry.num_tokens + 1, len(request.prompt)))
+
+
+def _logit_rows(entries: tuple[PlanEntry, ...], query_start: Ints) -> npt.NDArray[np.int64]:
+    rows: list[int] = []
+    for entry, begin, end in zip(entries, query_start[:-1].tolist(), query_start[1:].tolist(), strict=True):
+        # The row of position p - 1 says how likely the token at p is.
+        rows += [begin + position - 1 - entry.start for position in prompt_logprob_positions(entry)]
+        if entry.samples:
+            rows.append(end - 1)
+    return np.array(rows, np.int64)
