@@ -1,0 +1,137 @@
+"""compressed-tensors modules with integer weights, packed into words or one a byte.
+
+W[n, k] = weight_scale[n, g] * (q[n, k] - zero[n, g]) with signed q and zero. "pack-quantized" holds
+`weight_packed` int32, codes + 2^(b-1) along K, and zero points likewise along N; "int-quantized" holds
+`weight` int8 and int8 zero points. `weight_g_idx` [K] comes with activation ordering by group
+(compressed-tensors compressors/pack_quantized, compressors/naive_quantized).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantd.kernels.weights import Weight
+from quantd.quant.config_compressed_tensors import CompressedScheme, CompressedTensorsConfig
+from quantd.quant.errors import CheckpointError
+from quantd.quant.packing import affine, group, stream_words, unpack_padded, unpack_stream
+from quantd.quant.tensor_files import FLOATS, INTEGERS, TensorFiles
+
+
+class CompressedTensorsFormat:
+    """See quantd.quant.checkpoint.LinearFormat."""
+
+    def __init__(self, files: TensorFiles, config: CompressedTensorsConfig) -> None:
+        self.files = files
+        self.config = config
+
+    def holds(self, module: str) -> bool:
+        return self.files.has(f"{module}.weight_packed") or self.files.dtype(f"{module}.weight") == "I8"
+
+    def check(self, module: str, shape: tuple[int, int]) -> None:
+        n, k = shape
+        scheme = self._scheme(module)
+        groups = _num_groups(scheme, k)
+        if self.files.has(f"{module}.weight_packed"):
+            widths = _packed_widths(k, scheme.bits)
+            self.files.check(f"{module}.weight_packed", ("I32",), *((n, width) for width in widths))
+            if self.files.has(f"{module}.weight_shape"):
+                self.files.check(f"{module}.weight_shape", INTEGERS, (2,))
+        else:
+            self.files.check(f"{module}.weight", ("I8",), shape)
+        scales = ((1,), (1, 1), ()) if scheme.strategy == "tensor" else ((n, groups),)
+        self.files.check(f"{module}.weight_scale", FLOATS, *scales)
+        self._check_zeros(module, scheme, (n, groups))
+        self._check_order(module, scheme, k, groups)
+
+    def _check_zeros(self, module: str, scheme: CompressedScheme, shape: tuple[int, int]) -> None:
+        name = f"{module}.weight_zero_point"
+        if not self.files.has(name) and scheme.symmetric:
+            return
+        n, groups = shape
+        if self.files.dtype(name) == "I32":
+            self.files.check(name, ("I32",), *((width, groups) for width in _packed_widths(n, scheme.bits)))
+        else:
+            self.files.check(name, ("I8",), shape, *(((1,), (1, 1)) if scheme.strategy == "tensor" else ()))
+
+    def _check_order(self, module: str, scheme: CompressedScheme, k: int, groups: int) -> None:
+        name = f"{module}.weight_g_idx"
+        if self.files.has(name):
+            self.files.check(name, INTEGERS, (k,))
+        elif scheme.ordered and groups > 1:
+            raise CheckpointError(f"tensor {name} is missing: expected [{k}], as actorder is group")
+
+    def load(self, module: str, shape: tuple[int, int]) -> Weight:
+        n, k = shape
+        scheme = self._scheme(module)
+        bits, groups = scheme.bits, _num_groups(scheme, k)
+        scale = self.files.read(f"{module}.weight_scale").reshape(-1, groups).expand(n, groups)
+        return group(
+            self._codes(module, shape, bits),
+            affine(scale, self._zeros(module, (n, groups), bits)),
+            bits,
+            scheme.group_size or k,
+            self._group_index(module, groups),
+            scheme.input_bits,
+        )
+
+    def _scheme(self, module: str) -> CompressedScheme:
+        scheme = self.config.scheme(module)
+        if scheme is None:
+            raise CheckpointError(
+                f"{module} has quantized tensors but no config group of config.json names it"
+            )
+        return scheme
+
+    def _codes(self, module: str, shape: tuple[int, int], bits: int) -> Tensor:
+        """uint8 [N, K], offset by 2^(bits - 1)."""
+        n, k = shape
+        if not self.files.has(f"{module}.weight_packed"):
+            return _offset_bytes(self.files.read(f"{module}.weight"), bits, f"{module}.weight")
+        stated = f"{module}.weight_shape"
+        if self.files.has(stated) and self.files.read(stated).tolist() != [n, k]:
+            found = self.files.read(stated).tolist()
+            raise CheckpointError(f"tensor {stated}: expected {[n, k]}, found {found}")
+        return _unpack(self.files.read(f"{module}.weight_packed"), bits, k)
+
+    def _zeros(self, module: str, shape: tuple[int, int], bits: int) -> Tensor | int:
+        """Zero points [N, G] with the offset of `_codes`."""
+        name = f"{module}.weight_zero_point"
+        if not self.files.has(name):
+            return 2 ** (bits - 1)
+        stored = self.files.read(name)
+        if stored.dtype == torch.int32:
+            return _unpack(stored.t(), bits, shape[0]).t()
+        zeros: Tensor = _offset_bytes(stored, bits, name).reshape(-1, shape[1]).expand(shape)
+        return zeros
+
+    def _group_index(self, module: str, groups: int) -> Tensor | None:
+        name = f"{module}.weight_g_idx"
+        if groups == 1 or not self.files.has(name):
+            return None
+        return self.files.read_groups(name, groups)
+
+
+def _num_groups(scheme: CompressedScheme, k: int) -> int:
+    return -(-k // scheme.group_size) if scheme.group_size else 1
+
+
+def _packed_widths(count: int, bits: int) -> set[int]:
+    """Words that hold `count` codes: dense, as recent writers pack, or 32 // bits a word, as older ones did."""
+    return {stream_words(count, bits), -(-count // (32 // bits))}
+
+
+def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    dense = words.shape[-1] == stream_words(count, bits)
+    return unpack_stream(words, bits, count) if dense else unpack_padded(words, bits, count)
+
+
+def _offset_bytes(values: Tensor, bits: int, name: str) -> Tensor:
+    """int8 values of `bits` bits -> uint8, offset by 2^(bits - 1)."""
+    half = 2 ** (bits - 1)
+    if bits < 8:
+        low, high = (int(bound) for bound in torch.aminmax(values))
+        if low < -half or high >= half:
+            raise CheckpointError(f"tensor {name}: expected {-half} to {half - 1}, found {low} to {high}")
+    shifted: Tensor = values.to(torch.int16) + half
+    return shifted.to(torch.uint8)
