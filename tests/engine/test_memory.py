@@ -1,0 +1,107 @@
+"""The size of the block pool, and what the machine reports."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from quantd.engine.config import EngineConfig
+from quantd.engine.errors import CapacityError
+from quantd.engine.machine import available_memory, physical_cores
+from quantd.engine.memory import plan_blocks, reserve
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+def config(**values: int) -> EngineConfig:
+    return EngineConfig(model_path="unused", **values)  # type: ignore[arg-type]
+
+
+def test_free_memory_less_a_quarter() -> None:
+    assert plan_blocks(config(), 131_072, MIB, 16 * GIB) == 12 * 1024
+
+
+def test_no_more_than_all_requests_can_use() -> None:
+    assert plan_blocks(config(max_num_requests=3), 100, MIB, 64 * GIB) == 3 * 7
+
+
+def test_kv_memory_is_taken_as_given_even_below_one_request() -> None:
+    assert plan_blocks(config(kv_memory=32 * MIB + 5), 2048, MIB, 0) == 32
+
+
+def test_kv_memory_below_one_block_is_refused_with_both_numbers() -> None:
+    with pytest.raises(CapacityError, match=r"999 bytes.*1000"):
+        plan_blocks(config(kv_memory=999), 2048, 1000, GIB)
+
+
+def test_too_little_for_one_request_is_refused_with_both_numbers_and_a_length_that_fits() -> None:
+    with pytest.raises(CapacityError, match=r"8192 tokens takes 512 MiB.*300 MiB.*max_model_len to 4800"):
+        plan_blocks(config(), 8192, MIB, 600 * MIB)
+    assert plan_blocks(config(), 4800, MIB, 600 * MIB) == 300
+
+
+@pytest.mark.parametrize(
+    ("available", "left"), [(600 * MIB, 300 * MIB), (3 * GIB, GIB), (4 * GIB, GIB), (64 * GIB, 16 * GIB)]
+)
+def test_reserve(available: int, left: int) -> None:
+    assert reserve(available) == left
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+MEMINFO = "MemTotal: 16000000 kB\nMemFree: 100 kB\nMemAvailable: 8000 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        pytest.param({"proc/self/cgroup": "0::/a/b\n"}, 8_192_000, id="no-limit-visible"),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+                "sys/fs/cgroup/a/b/memory.current": "10\n",
+                "sys/fs/cgroup/a/b/memory.stat": "anon 10\n",
+                "sys/fs/cgroup/a/memory.max": "5000\n",
+                "sys/fs/cgroup/a/memory.current": "2000\n",
+                "sys/fs/cgroup/a/memory.stat": "anon 1500\ninactive_file 500\n",
+            },
+            3500,
+            id="v2-limit-of-an-ancestor",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "3:cpu:/x\n2:memory,other:/x\n",
+                "sys/fs/cgroup/memory/x/memory.limit_in_bytes": "4000\n",
+                "sys/fs/cgroup/memory/x/memory.usage_in_bytes": "4500\n",
+                "sys/fs/cgroup/memory/x/memory.stat": "inactive_file 100\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "1\n",
+                "sys/fs/cgroup/memory/memory.stat": "",
+            },
+            0,
+            id="v1-over-its-limit",
+        ),
+    ],
+)
+def test_available_memory(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    write(tmp_path, {"proc/meminfo": MEMINFO, **files})
+    assert available_memory(tmp_path / "proc", tmp_path / "sys") == expected
+
+
+def test_this_machine_has_memory_and_cores() -> None:
+    assert available_memory() > 100 * MIB
+    assert 1 <= physical_cores() <= len(os.sched_getaffinity(0))
+
+
+def test_hyperthreads_share_a_core(tmp_path: Path) -> None:
+    for cpu in os.sched_getaffinity(0):
+        siblings = {f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": "0-999\n"}
+        write(tmp_path, siblings)
+    assert physical_cores(tmp_path / "sys") == 1
