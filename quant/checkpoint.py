@@ -106,11 +106,8 @@ class SafetensorsCheckpoint:
         sizes: Counter[str] = Counter()
         for info in self._files.index.values():
             sizes[info.dtype] += info.nbytes
-        return (
-            sizes.most_common(1)[0][0].lower().replace("f", "fp", 1).replace("bfp", "bf")
-            if sizes
-            else "empty"
-        )
+        main = max(sizes, key=sizes.__getitem__, default="empty")
+        return {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}.get(main, main)
 
     @property
     def weight_bytes(self) -> int:

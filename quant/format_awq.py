@@ -1,7 +1,8 @@
 """AWQ modules in AutoAWQ's "gemm" packing: like GPTQ, but packed along the outputs, with true zero points.
 
 W[k, n] = scales[g, n] * (q[k, n] - z[g, n]). qweight int32 [K, N / 8], qzeros int32 [G, N / 8],
-scales [G, N]; the eight nibbles of a word are interleaved (AutoAWQ awq/utils/packing_utils.py, modules/linear/gemm.py).
+scales [G, N]; the eight nibbles of a word are interleaved (AutoAWQ
+awq/utils/packing_utils.py, awq/modules/linear/gemm.py).
 """
 
 from __future__ import annotations

@@ -101,9 +101,10 @@ class CompressedTensorsFormat:
             return 2 ** (bits - 1)
         stored = self.files.read(name)
         if stored.dtype == torch.int32:
-            return _unpack(stored.t(), bits, shape[0]).t()
-        zeros: Tensor = _offset_bytes(stored, bits, name).reshape(-1, shape[1]).expand(shape)
-        return zeros
+            packed: Tensor = _unpack(stored.t(), bits, shape[0]).t()
+            return packed
+        plain: Tensor = _offset_bytes(stored, bits, name).reshape(-1, shape[1]).expand(shape)
+        return plain
 
     def _group_index(self, module: str, groups: int) -> Tensor | None:
         name = f"{module}.weight_g_idx"
@@ -117,7 +118,7 @@ def _num_groups(scheme: CompressedScheme, k: int) -> int:
 
 
 def _packed_widths(count: int, bits: int) -> set[int]:
-    """Words that hold `count` codes: dense, as recent writers pack, or 32 // bits a word, as older ones did."""
+    """Words of `count` codes: dense, as recent writers pack, or 32 // bits a word, as older ones did."""
     return {stream_words(count, bits), -(-count // (32 // bits))}
 
 
