@@ -69,11 +69,12 @@ def _block_tables(entries: tuple[PlanEntry, ...]) -> Ints:
 
 
 def prompt_logprob_positions(entry: PlanEntry) -> range:
-    """Prompt positions whose log probabilities this entry must give: those after its tokens."""
-    request = entry.request.request
-    if request.sampling.prompt_logprobs is None:
+    """Prompt positions whose log probabilities this entry must give: those after its tokens, once each."""
+    state = entry.request
+    if state.request.sampling.prompt_logprobs is None:
         return range(0)
-    return range(entry.start + 1, min(entry.start + entry.num_tokens + 1, len(request.prompt)))
+    first = max(entry.start, state.num_prompt_logprobs) + 1
+    return range(first, min(entry.start + entry.num_tokens + 1, len(state.request.prompt)))
 
 
 def _logit_rows(entries: tuple[PlanEntry, ...], query_start: Ints) -> npt.NDArray[np.int64]:

@@ -89,6 +89,14 @@ def test_prompt_logprobs_cover_every_position_but_the_first_once() -> None:
     assert [batch.logit_rows.tolist() for _, batch in steps] == [[0, 1, 2, 3], [0], [0, 1, 2, 3]]
 
 
+def test_a_recomputed_prompt_gives_no_logprob_twice() -> None:
+    request = state(9, prompt_logprobs=1)
+    request.num_prompt_logprobs = 4
+    steps = chunks(request, [3, 6])
+    assert [list(positions) for positions, _ in steps] == [[], [5, 6, 7, 8]]
+    assert [batch.logit_rows.tolist() for _, batch in steps] == [[], [1, 2, 3, 4, 5]]
+
+
 def test_a_recomputed_output_has_no_prompt_positions() -> None:
     request = state(5, 4, prompt_logprobs=1)
     assert list(prompt_logprob_positions(entry(request, 2, 7, [0, 1, 2]))) == [3, 4]
