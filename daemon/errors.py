@@ -21,3 +21,15 @@ class ListenError(QuantdError):
 
 class OverloadedError(QuantdError):
     """Too much waits already; try again later."""
+
+
+class DaemonError(QuantdError):
+    """A daemon answered a client with an error. `code` is the machine-readable reason, if it gave one."""
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class NoDaemonError(QuantdError):
+    """No daemon answers where a client looked."""

@@ -1,0 +1,51 @@
+# `make run` and `make test` are all that a new machine with Python 3.11 or later needs.
+# Every environment is made once and again only when pyproject.toml has changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?= smollm2
+QUESTION ?= What is the capital of France?
+
+.PHONY: run test check bench clean
+.DELETE_ON_ERROR:
+
+run: $(VENV)/.run
+	$(BIN)/quantd pull $(MODEL)
+	$(BIN)/quantd run --verbose $(MODEL) "$(QUESTION)"
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy -p quantd
+
+bench: $(VENV)/.bench
+	$(BIN)/python tests/bench/run.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp comes last, so that an environment whose making was broken off is made again.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "quantd needs Python 3.11 or later: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.run: pyproject.toml | $(VENV)/.made
+	@echo "Installing quantd and what it needs (a minute or two the first time) ..."
+	$(BIN)/python -m pip install --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.test: pyproject.toml | $(VENV)/.made
+	@echo "Installing quantd and what its tests need (a minute or two the first time) ..."
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[test]'
+	@touch $@ $(VENV)/.run
+
+$(VENV)/.bench: $(VENV)/.test
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[bench]'
+	@touch $@

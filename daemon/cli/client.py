@@ -1,0 +1,159 @@
+"""Blocking HTTP to a daemon, over its Unix socket or TCP, with nothing but the standard library.
+
+One connection a request: closing it is how a client says that it no longer wants the answer.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quantd.daemon.errors import ConfigError, DaemonError, NoDaemonError
+
+_CONTROL_TIMEOUT = 60.0
+_CONNECT_TIMEOUT = 5.0
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+class DaemonClient:
+    """A daemon at one address: the path of a Unix socket, or (host, port)."""
+
+    def __init__(self, address: Path | tuple[str, int]) -> None:
+        self.address = address
+
+    @property
+    def url(self) -> str:
+        """The address in words."""
+        return (
+            f"unix:{self.address}" if isinstance(self.address, Path) else "http://{}:{}".format(*self.address)
+        )
+
+    def get(self, path: str) -> Any:
+        """The JSON that GET answers. Raises DaemonError, NoDaemonError."""
+        with self._exchange("GET", path, None, _CONTROL_TIMEOUT) as response:
+            return _decode(response.read())
+
+    def post(self, path: str, body: object) -> Any:
+        """The JSON that POST answers. Raises DaemonError, NoDaemonError."""
+        with self._exchange("POST", path, body, _CONTROL_TIMEOUT) as response:
+            return _decode(response.read())
+
+    def lines(self, path: str, body: object) -> Iterator[Any]:
+        """The objects of an NDJSON answer as they come; an `error` among them is raised as DaemonError."""
+        with self._exchange("POST", path, body, None) as response:
+            for line in response:
+                if line.strip():
+                    yield _checked(_decode(line))
+
+    def events(self, path: str, body: object) -> Generator[Any]:
+        """The data of a server-sent event stream as it comes, up to `[DONE]` (WHATWG HTML, section 9.2).
+
+        Raises DaemonError for an error event, and for a stream that ends before `[DONE]`.
+        """
+        with self._exchange("POST", path, body, None) as response:
+            for line in response:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[len(b"data:") :].strip()
+                if data == b"[DONE]":
+                    return
+                yield _checked(_decode(data))
+        raise DaemonError("The daemon ended the answer before it was complete.")
+
+    @contextmanager
+    def _exchange(
+        self, method: str, path: str, body: object, timeout: float | None
+    ) -> Iterator[http.client.HTTPResponse]:
+        connection = self._connect()
+        try:
+            connection.sock.settimeout(timeout)
+            payload = None if body is None else json.dumps(body)
+            connection.request(method, path, payload, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status >= 400:
+                raise _refusal(response)
+            yield response
+        except TimeoutError:
+            raise DaemonError(f"The daemon at {self.url} gave no answer in {timeout:g} seconds.") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise DaemonError(f"The connection to the daemon at {self.url} broke: {error!r}") from None
+        finally:
+            connection.close()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if isinstance(self.address, Path):
+            connection: http.client.HTTPConnection = _UnixConnection(self.address, _CONNECT_TIMEOUT)
+        else:
+            connection = http.client.HTTPConnection(*self.address, timeout=_CONNECT_TIMEOUT)
+        try:
+            connection.connect()
+        except PermissionError:
+            raise DaemonError(f"You may not use {self.address}; its owner or group can let you.") from None
+        except OSError as error:
+            raise NoDaemonError(f"No daemon answers at {self.url} ({error.strerror or error}).") from None
+        return connection
+
+
+def find_daemon(sockets: list[Path], host: str | None) -> DaemonClient:
+    """The first daemon that answers: at `host` ("HOST:PORT") if given, else on one of the sockets.
+
+    Raises NoDaemonError telling how to start one.
+    """
+    clients = [DaemonClient(path) for path in sockets] if host is None else [DaemonClient(parse_host(host))]
+    for client in clients:
+        try:
+            client.get("/health")
+        except NoDaemonError:
+            continue
+        return client
+    places = " or ".join(client.url for client in clients) or "any socket"
+    raise NoDaemonError(f"No daemon answers at {places}. Start one with: quantd serve")
+
+
+def parse_host(host: str) -> tuple[str, int]:
+    """("::1", 8080) of "[::1]:8080". Raises ConfigError."""
+    name, _, port = host.rpartition(":")
+    if not name or not port.isdecimal():
+        raise ConfigError(f"--host: {host!r} is not accepted; use HOST:PORT, such as 127.0.0.1:11435")
+    return name.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _decode(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except ValueError:
+        raise DaemonError(f"What answers is not a quantd daemon: {data[:80]!r}") from None
+
+
+def _checked(message: Any) -> Any:
+    error = message.get("error") if isinstance(message, dict) else None
+    if error is None:
+        return message
+    detail = error if isinstance(error, dict) else {"message": str(error)}
+    raise DaemonError(str(detail.get("message", error)), detail.get("code"))
+
+
+def _refusal(response: http.client.HTTPResponse) -> DaemonError:
+    """The error that an answer of status 400 or more stands for."""
+    try:
+        _checked(json.loads(response.read()))
+    except DaemonError as error:
+        return error
+    except ValueError:
+        pass
+    return DaemonError(f"The daemon answered {response.status} {response.reason}.")

@@ -1,0 +1,128 @@
+"""`quantd load | unload | ps | status | stop`: what a running daemon does."""
+
+from __future__ import annotations
+
+import os
+import select
+from typing import Any
+
+import click
+
+from quantd.daemon.cli.client import DaemonClient, find_daemon
+from quantd.daemon.cli.options import client_options, json_option
+from quantd.daemon.cli.output import format_bytes, print_json, print_table, progress
+from quantd.daemon.config import client_sockets
+
+_STOP_SECONDS = 120.0
+
+
+@click.command("load")
+@click.argument("name")
+@client_options
+@json_option
+def load_command(name: str, socket: str | None, host: str | None, as_json: bool) -> None:
+    """Load a model into memory."""
+    info = load_model(find_daemon(client_sockets(socket), host), name)
+    if as_json:
+        print_json(info)
+    else:
+        click.echo(f"{name} is loaded: {describe(info)}")
+
+
+@click.command("unload")
+@click.argument("name")
+@client_options
+@json_option
+def unload_command(name: str, socket: str | None, host: str | None, as_json: bool) -> None:
+    """Drop a model from memory."""
+    answer = find_daemon(client_sockets(socket), host).post("/quantd/unload", {"model": name})
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(f"{name} is unloaded.")
+
+
+@click.command("ps")
+@client_options
+@json_option
+def ps_command(socket: str | None, host: str | None, as_json: bool) -> None:
+    """List the models in memory and what they do."""
+    models = find_daemon(client_sockets(socket), host).get("/quantd/status")["models"]
+    if as_json:
+        print_json(models)
+    else:
+        header = ("NAME", "STATE", "SIZE", "KV", "CONTEXT", "RUNNING", "WAITING")
+        print_table(header, [_ps_row(model) for model in models])
+
+
+@click.command("status")
+@client_options
+@json_option
+def status_command(socket: str | None, host: str | None, as_json: bool) -> None:
+    """Show the daemon that answers."""
+    status = find_daemon(client_sockets(socket), host).get("/quantd/status")
+    if as_json:
+        print_json(status)
+        return
+    models = ", ".join(f"{model['name']} ({model['state']})" for model in status["models"]) or "none"
+    click.echo(f"quantd {status['version']}, process {status['pid']}, up {int(status['uptime_seconds'])} s")
+    click.echo(f"Listening: {', '.join(status['listening'])}")
+    click.echo(f"Models:    {models}")
+
+
+@click.command("stop")
+@client_options
+@json_option
+def stop_command(socket: str | None, host: str | None, as_json: bool) -> None:
+    """Let running requests finish, then end the daemon."""
+    client = find_daemon(client_sockets(socket), host)
+    pid = client.get("/quantd/status")["pid"]
+    ended = _stop_and_wait(client, pid)
+    if as_json:
+        print_json({"pid": pid, "stopped": ended})
+    else:
+        click.echo("Stopped." if ended else f"Process {pid} still finishes its requests.")
+
+
+def load_model(client: DaemonClient, name: str) -> dict[str, Any]:
+    """Load a model, with its progress on stderr; what the daemon says of it. Raises DaemonError."""
+    info: dict[str, Any] = {}
+    with progress() as report:
+        for line in client.lines("/quantd/load", {"model": name}):
+            if line["status"] == "loading":
+                report(f"loading {name}", line.get("done", 0), line.get("total") or None)
+            else:
+                info = line.get("info") or {}
+    return info
+
+
+def describe(info: dict[str, Any]) -> str:
+    """A loaded model in one line."""
+    tokens = info["num_blocks"] * info["block_size"]
+    weights, cache = format_bytes(info["weight_bytes"]), format_bytes(info["kv_bytes"])
+    return (
+        f"{info['architecture']} on {info['backend']} kernels, {weights} of weights, "
+        f"{info['kv_dtype']} KV cache of {tokens} tokens ({cache})"
+    )
+
+
+def _ps_row(model: dict[str, Any]) -> tuple[object, ...]:
+    info, stats = model.get("info") or {}, model.get("stats") or {}
+    size = format_bytes(info["weight_bytes"] + info["kv_bytes"]) if info else "-"
+    cache = f"{info['kv_dtype']} {format_bytes(info['kv_bytes'])}" if info else "-"
+    counts = (stats.get("num_running", 0), stats.get("num_waiting", 0))
+    return (model["name"], model["state"], size, cache, info.get("max_model_len", "-"), *counts)
+
+
+def _stop_and_wait(client: DaemonClient, pid: int) -> bool:
+    """Whether the daemon's process has ended in time; true also where it cannot be seen from here."""
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:
+        client.post("/quantd/stop", {})
+        return True
+    try:
+        client.post("/quantd/stop", {})
+        return bool(select.select([process], [], [], _STOP_SECONDS)[0])
+    finally:
+        os.close(process)

@@ -1,0 +1,86 @@
+"""`quantd doctor`: what this machine offers, and what is in the way."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from importlib import metadata
+from pathlib import Path
+
+import click
+
+from quantd.daemon.cli.client import DaemonClient
+from quantd.daemon.cli.options import json_option
+from quantd.daemon.cli.output import print_json
+from quantd.daemon.config import Paths, client_sockets
+from quantd.daemon.errors import DaemonError, NoDaemonError
+
+_CPU_FEATURES = ("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
+_COMPILERS = ("cc", "gcc", "clang")
+
+
+@click.command("doctor")
+@json_option
+def doctor_command(as_json: bool) -> None:
+    """Check versions, folders, processor, compiler and sockets."""
+    report = {
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in ("quantd", "torch")},
+        "paths": _paths(Paths.from_env()),
+        "processor": _processor(),
+        "sockets": {str(path): _socket_state(path) for path in client_sockets(None)},
+    }
+    if as_json:
+        print_json(report)
+        return
+    for section, entries in report.items():
+        click.echo(f"{section}:")
+        for key, value in entries.items():
+            click.echo(f"  {key:<10} {value}")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _paths(paths: Paths) -> dict[str, str]:
+    folders = {"models": paths.models, "cache": paths.cache, "state": paths.state, "config": paths.config}
+    return {name: f"{path}{'' if path.exists() else ' (not there yet)'}" for name, path in folders.items()}
+
+
+def _processor() -> dict[str, str]:
+    """The kernels of kernels/cpu need a C compiler; without one the plain torch ones serve, slowly."""
+    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
+    features = _cpu_features()
+    return {
+        "machine": platform.machine(),
+        "features": " ".join(name for name in _CPU_FEATURES if name in features)
+        or "none of those looked for",
+        "compiler": compiler or "none: install a C compiler, such as gcc, for the fast kernels",
+        "kernels": "cpu (compiled)" if compiler else "reference (torch)",
+    }
+
+
+def _cpu_features() -> set[str]:
+    """The flags that Linux lists; elsewhere none are known."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return {
+        flag
+        for line in lines
+        if line.startswith(("flags", "Features"))
+        for flag in line.split(":", 1)[1].split()
+    }
+
+
+def _socket_state(path: Path) -> str:
+    try:
+        status = DaemonClient(path).get("/quantd/status")
+    except NoDaemonError:
+        return "a dead daemon's; the next one replaces it" if path.is_socket() else "no daemon"
+    except DaemonError as error:
+        return str(error)
+    return f"quantd {status['version']} answers, process {status['pid']}"

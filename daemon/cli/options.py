@@ -1,0 +1,48 @@
+"""The options that commands share, and those generated from the configuration records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from quantd.daemon.settings import Setting, settings_of
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def client_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--socket and --host: where the daemon of a client command is."""
+    command = click.option("--host", metavar="HOST:PORT", help="Use TCP in place of the Unix socket.")(
+        command
+    )
+    return click.option("--socket", metavar="PATH", help="Unix socket of the daemon (also: QUANTD_SOCKET).")(
+        command
+    )
+
+
+def settings_options(*records: type[Any]) -> Decorator:
+    """One option for each setting of the records, in order. `load_config` parses the values."""
+    settings = [setting for record in records for setting in settings_of(record).values()]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for setting in reversed(settings):
+            command = _option(setting)(command)
+        return command
+
+    return decorate
+
+
+def _option(setting: Setting) -> Decorator:
+    note = "" if setting.default is None else f" Default: {setting.default}."
+    if isinstance(setting.default, bool):
+        return click.option(
+            f"{setting.flag}/--no-{setting.flag[2:]}", setting.name, default=None, help=setting.help + note
+        )
+    variable = f" Also: {setting.env}." if setting.env else ""
+    return click.option(
+        setting.flag, setting.name, metavar=setting.kind.metavar, help=setting.help + note + variable
+    )

@@ -1,0 +1,111 @@
+"""`quantd run`: one answer, or a chat; with a daemon of its own if none runs."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from quantd.daemon.cli.chat import chat
+from quantd.daemon.cli.client import DaemonClient
+from quantd.daemon.cli.control import describe, load_model
+from quantd.daemon.cli.conversation import Answer, Conversation
+from quantd.daemon.cli.models import pull_model
+from quantd.daemon.cli.options import client_options, json_option
+from quantd.daemon.cli.output import print_json
+from quantd.daemon.cli.spawn import daemon_for_command
+from quantd.daemon.config import Paths
+from quantd.daemon.errors import DaemonError
+
+
+@click.command("run")
+@click.argument("name")
+@click.argument("prompt", required=False)
+@click.option("--system", metavar="TEXT", help="System message.")
+@click.option("--temperature", type=float, help="0 always takes the likeliest token.")
+@click.option("--top-p", type=float, help="Draw from the likeliest tokens of this total probability.")
+@click.option("--max-tokens", type=int, help="Most tokens to answer with.")
+@click.option("--seed", type=int, help="The same seed gives the same answer.")
+@click.option("--pull", is_flag=True, help="Fetch the model if it is not there.")
+@click.option("--verbose", "-v", is_flag=True, help="Print on stderr what ran where, and how fast.")
+@client_options
+@json_option
+def run_command(
+    name: str,
+    prompt: str | None,
+    system: str | None,
+    pull: bool,
+    verbose: bool,
+    socket: str | None,
+    host: str | None,
+    as_json: bool,
+    **sampling: float | None,
+) -> None:
+    """Answer PROMPT (or what is piped in), or chat if there is none."""
+    prompt = _prompt(prompt)
+    if prompt is None and as_json:
+        raise click.UsageError("--json needs a PROMPT.")
+    paths = Paths.from_env()
+    with daemon_for_command(socket, host, paths.log) as client:
+        info = _load(client, name, pull)
+        if verbose:
+            click.echo(f"{name} over {client.url}: {describe(info)}", err=True)
+        given = {key: value for key, value in sampling.items() if value is not None}
+        conversation = Conversation(client, name, system, given)
+        if prompt is None:
+            chat(conversation, paths.state / "chat_history", verbose)
+        else:
+            _answer(conversation, prompt, as_json, verbose)
+
+
+def _prompt(argument: str | None) -> str | None:
+    """The question: the argument, or what is piped in; None for a chat on a terminal."""
+    if argument is None and sys.stdin.isatty():
+        return None
+    try:
+        text = sys.stdin.buffer.read().decode() if argument is None else argument.encode().decode()
+    except UnicodeError:
+        raise click.UsageError("The prompt is not UTF-8.") from None
+    if not text.strip():
+        raise click.UsageError("The prompt is empty.")
+    return text
+
+
+def _load(client: DaemonClient, name: str, pull: bool) -> dict[str, Any]:
+    """Load the model; one that is missing is fetched first where the user wants that."""
+    try:
+        return load_model(client, name)
+    except DaemonError as error:
+        if error.code != "model_not_found" or not (pull or _wants_pull(name)):
+            raise
+    pull_model(name, None)
+    return load_model(client, name)
+
+
+def _wants_pull(name: str) -> bool:
+    on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
+    return on_terminal and click.confirm(f"There is no {name} here. Fetch it?", default=True, err=True)
+
+
+def _answer(conversation: Conversation, prompt: str, as_json: bool, verbose: bool) -> None:
+    if as_json:
+        print_json(_as_dict(conversation, conversation.ask(prompt, lambda text: None)))
+        return
+    answer = conversation.ask(prompt, lambda text: click.echo(text, nl=False))
+    click.echo()
+    if verbose:
+        click.echo(answer.summary, err=True)
+
+
+def _as_dict(conversation: Conversation, answer: Answer) -> dict[str, Any]:
+    return {
+        "model": conversation.model,
+        "content": answer.text,
+        "finish_reason": answer.finish_reason,
+        "usage": answer.usage,
+        "first_token_seconds": round(answer.first_seconds, 4),
+        "tokens_per_second": round(answer.tokens_per_second, 2),
+        "seconds": round(answer.seconds, 4),
+        "daemon": conversation.client.url,
+    }

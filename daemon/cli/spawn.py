@@ -1,0 +1,119 @@
+"""A daemon for the length of one command, for when none runs; nothing of it is left afterwards."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from quantd.daemon.cli.client import DaemonClient, find_daemon
+from quantd.daemon.config import client_sockets
+from quantd.daemon.errors import DaemonError, NoDaemonError
+
+_START_SECONDS = 60.0
+_STOP_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+@contextmanager
+def daemon_for_command(socket: str | None, host: str | None, log: Path) -> Iterator[DaemonClient]:
+    """The daemon that runs, else one of our own. One that was asked for by address has to run already."""
+    try:
+        client = find_daemon(client_sockets(socket), host)
+    except NoDaemonError:
+        if socket is not None or host is not None:
+            raise
+        with own_daemon(log) as client:
+            yield client
+    else:
+        yield client
+
+
+@contextmanager
+def own_daemon(log: Path) -> Iterator[DaemonClient]:
+    """Start a daemon on a Unix socket of its own; end it with the block. Its output is appended to `log`.
+
+    Raises DaemonError with the end of the log if it does not come up.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="quantd-") as folder, log.open("ab") as output:
+        socket = Path(folder) / "api.sock"
+        output.write(time.strftime("--- %Y-%m-%d %H:%M:%S quantd serve, for one command\n").encode())
+        output.flush()
+        with _hangup_ends_the_block():
+            process = _start(socket, output.fileno())
+            try:
+                yield _wait_until_healthy(process, DaemonClient(socket), log)
+            finally:
+                _stop(process)
+
+
+def _start(socket: Path, output: int) -> subprocess.Popen[bytes]:
+    """A session of its own keeps the terminal's Ctrl-C, which is for the answer, away from the daemon."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def die_with_parent() -> None:
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "quantd.daemon.cli.main", "serve", "--socket", str(socket), "--port", "off"],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], client: DaemonClient, log: Path) -> DaemonClient:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise DaemonError(f"The daemon did not start: {_last_line(log)} (all of it: {log})")
+        try:
+            client.get("/health")
+        except NoDaemonError:
+            time.sleep(0.05)
+        else:
+            return client
+    raise DaemonError(f"The daemon did not answer within {_START_SECONDS:g} seconds; see {log}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM asks the daemon to drain, the second one to leave at once."""
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+        process.send_signal(number)
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+        return
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "no reason given")
+
+
+@contextmanager
+def _hangup_ends_the_block() -> Iterator[None]:
+    """A closed terminal and SIGTERM unwind the stack, as Ctrl-C does."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
