@@ -18,6 +18,10 @@ U8 = NDArray[np.uint8]
 F32 = NDArray[np.float32]
 Decoded = tuple[U8, F32, F32]
 
+# Shifts and masks as uint8, so that no step widens.
+U1, U2, U3, U4, U15, U48, U63, U128 = map(np.uint8, (1, 2, 3, 4, 15, 48, 63, 128))
+EIGHT_BITS = np.arange(8, dtype=np.uint8)[:, None]
+
 
 @dataclass(frozen=True)
 class BlockFormat:
@@ -38,23 +42,23 @@ def _half(blocks: U8, at: int) -> F32:
 def _nibbles(packed: U8, run: int) -> U8:
     """Runs of `run` bytes, each the low nibbles of `run` values and then the high ones of the next `run`."""
     runs = packed.reshape(len(packed), -1, 1, run)
-    return (runs >> np.array([[0], [4]], np.uint8) & 15).reshape(len(packed), -1)
+    return (runs >> np.array([[0], [4]], np.uint8) & U15).reshape(len(packed), -1)
 
 
 def _pairs(packed: U8, run: int) -> U8:
     """Runs of `run` bytes, each four times `run` two-bit values, lowest bits first."""
     runs = packed.reshape(len(packed), -1, 1, run)
-    return (runs >> np.array([[0], [2], [4], [6]], np.uint8) & 3).reshape(len(packed), -1)
+    return (runs >> np.array([[0], [2], [4], [6]], np.uint8) & U3).reshape(len(packed), -1)
 
 
 def _fifth_bit(packed: U8) -> U8:
     """Bit j of a little-endian 32-bit word as 16 for value j."""
-    return np.unpackbits(packed, axis=1, bitorder="little") << 4
+    return np.unpackbits(packed, axis=1, bitorder="little") << U4
 
 
 def _q8_0(blocks: U8) -> Decoded:
     scale = _half(blocks, 0)
-    return blocks[:, 2:] ^ 128, scale, -128 * scale
+    return blocks[:, 2:] ^ U128, scale, -128 * scale
 
 
 def _q4_0(blocks: U8) -> Decoded:
@@ -79,8 +83,8 @@ def _q5_1(blocks: U8) -> Decoded:
 def _six_bit_pairs(packed: U8) -> tuple[U8, U8]:
     """The eight 6-bit scales and eight 6-bit minima of a Q4_K or Q5_K block from its 12 bytes."""
     low_scale, low_min, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
-    scales = np.concatenate([low_scale & 63, high & 15 | low_scale >> 2 & 48], axis=1)
-    minima = np.concatenate([low_min & 63, high >> 4 | low_min >> 2 & 48], axis=1)
+    scales = np.concatenate([low_scale & U63, high & U15 | low_scale >> U2 & U48], axis=1)
+    minima = np.concatenate([low_min & U63, high >> U4 | low_min >> U2 & U48], axis=1)
     return scales, minima
 
 
@@ -95,29 +99,29 @@ def _q4_k(blocks: U8) -> Decoded:
 
 def _q5_k(blocks: U8) -> Decoded:
     # Byte j of the 32 high-bit bytes holds, in bit g, the fifth bit of value j of group g.
-    high = blocks[:, 16:48].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    codes = _nibbles(blocks[:, 48:], 32) | high.reshape(-1, 256) << 4
+    high = blocks[:, 16:48].reshape(-1, 1, 32) >> EIGHT_BITS & U1
+    codes = _nibbles(blocks[:, 48:], 32) | high.reshape(-1, 256) << U4
     return codes, *_k_scales(blocks)
 
 
 def _q2_k(blocks: U8) -> Decoded:
     packed = blocks[:, :16]
-    scale = _half(blocks, 80) * (packed & 15)
-    return _pairs(blocks[:, 16:80], 32), scale, -(_half(blocks, 82) * (packed >> 4))
+    scale = _half(blocks, 80) * (packed & U15)
+    return _pairs(blocks[:, 16:80], 32), scale, -(_half(blocks, 82) * (packed >> U4))
 
 
 def _q3_k(blocks: U8) -> Decoded:
     low, high = blocks[:, 96:104], blocks[:, 104:108]
-    packed = np.concatenate([low & 15, low >> 4], axis=1) | _pairs(high, 4) << 4
+    packed = np.concatenate([low & U15, low >> U4], axis=1) | _pairs(high, 4) << U4
     scale = _half(blocks, 108) * (packed.astype(np.int8) - np.int8(32))
     # Byte j of the mask holds, in bit g, the third bit of value j of each run g of 32.
-    third = blocks[:, :32].reshape(-1, 1, 32) >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    return _pairs(blocks[:, 32:96], 32) | third.reshape(-1, 256) << 2, scale, -4 * scale
+    third = blocks[:, :32].reshape(-1, 1, 32) >> EIGHT_BITS & U1
+    return _pairs(blocks[:, 32:96], 32) | third.reshape(-1, 256) << U2, scale, -4 * scale
 
 
 def _q6_k(blocks: U8) -> Decoded:
     scale = _half(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8)
-    codes = _nibbles(blocks[:, :128], 64) | _pairs(blocks[:, 128:192], 32) << 4
+    codes = _nibbles(blocks[:, :128], 64) | _pairs(blocks[:, 128:192], 32) << U4
     return codes, scale, -32 * scale
 
 
@@ -134,4 +138,5 @@ BLOCK_FORMATS: dict[str, BlockFormat] = {
     "Q6_K": BlockFormat(256, 210, 16, 6, _q6_k),
 }
 
-DENSE_TYPES = ("F32", "F16", "BF16")
+# Plain types and their bytes a value.
+DENSE_BYTES: dict[str, int] = {"F32": 4, "F16": 2, "BF16": 2}

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from quantd.quant.errors import CheckpointError, UnsupportedModelError
+from quantd.quant.gguf_index import GgufTensor
 
 Value = bool | int | float | str | list[Any]
 
@@ -26,7 +26,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT = 32
-STRING, ARRAY = 8, 9
+FLOAT32, STRING, ARRAY = 6, 8, 9
 # The smallest a metadata entry (key length, type, value) and a tensor entry can be, in bytes.
 MIN_ENTRY, MIN_TENSOR = 13, 24
 
@@ -43,16 +43,6 @@ SCALARS: dict[int, str] = {
     11: "<i8",
     12: "<f8",
 }
-
-
-class GgufTensor(msgspec.Struct, frozen=True):
-    """Where one tensor lies: `shape` row-major ([N, K] for a matrix), `offset` and `nbytes` in bytes of the file."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -150,7 +140,7 @@ class _Cursor:
     def take(self, size: int) -> bytes:
         if size > self.size - self.at:
             raise CheckpointError(
-                f"{self.path}: truncated: the header needs {size} bytes at {self.at} of a file of {self.size} bytes"
+                f"{self.path}: truncated: {size} bytes needed at {self.at}, the file has {self.size}"
             )
         self.at += size
         return self.data[self.at - size : self.at]
@@ -166,7 +156,7 @@ class _Cursor:
         number = self.u64()
         if number * item_size > self.size - self.at:
             raise CheckpointError(
-                f"{self.path}: truncated or damaged: it announces {number} {what} but ends after {self.size} bytes"
+                f"{self.path}: truncated or damaged: {number} {what} announced in {self.size} bytes"
             )
         return number
 
@@ -191,7 +181,10 @@ class _Cursor:
             return self.string()
         if kind == ARRAY:
             return self.array(key)
-        return self.scalars(kind, 1, key)[0]  # type: ignore[no-any-return]
+        scalar: Any = self.scalars(kind, 1, key)[0]
+        # The shortest decimal that reads back as the same float32: 1e-05, not 9.999999747378752e-06.
+        value: Value = float(str(np.float32(scalar))) if kind == FLOAT32 else scalar
+        return value
 
     def array(self, key: str) -> list[Any]:
         kind = self.u32()
@@ -205,14 +198,17 @@ class _Cursor:
         dtype = np.dtype(SCALARS[kind])
         if dtype == np.bool_:
             return [byte != 0 for byte in self.take(number)]
-        return np.frombuffer(self.take(number * dtype.itemsize), dtype).tolist()
+        items: list[Any] = np.frombuffer(self.take(number * dtype.itemsize), dtype).tolist()
+        return items
 
     def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         """(name, row-major shape, ggml type, offset from the start of the data)."""
         name = self.string()
         num_dims = self.u32()
         if num_dims > MAX_DIMS:
-            raise CheckpointError(f"{self.path}: tensor {name!r} has {num_dims} dimensions (at most {MAX_DIMS})")
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} has {num_dims} dimensions (at most {MAX_DIMS})"
+            )
         dims = struct.unpack(f"<{num_dims}Q", self.take(8 * num_dims))
         return name, tuple(reversed(dims)), self.u32(), self.u64()
 
@@ -229,7 +225,9 @@ class _Cursor:
                 raise CheckpointError(f"{self.path}: tensor {name!r} is there twice")
             tensors[name] = self.tensor(name, shape, kind, start, offset)
             if offset % alignment:
-                raise CheckpointError(f"{self.path}: tensor {name!r} lies at {offset}, off the alignment {alignment}")
+                raise CheckpointError(
+                    f"{self.path}: tensor {name!r} lies at {offset}, off the alignment {alignment}"
+                )
         return tensors
 
     def tensor(self, name: str, shape: tuple[int, ...], kind: int, start: int, offset: int) -> GgufTensor:
@@ -240,7 +238,7 @@ class _Cursor:
         block, block_bytes = GGML_QUANT_SIZES[ggml_type]
         if not shape or min(shape) == 0 or shape[-1] % block:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} of shape {list(shape)} does not divide into {ggml_type.name} blocks"
+                f"{self.path}: tensor {name!r} of shape {list(shape)} does not fit {ggml_type.name} blocks"
             )
         nbytes = math.prod(shape) // block * block_bytes
         if start + offset + nbytes > self.size:
