@@ -98,13 +98,11 @@ class CompressedTensorsFormat:
         """Zero points [N, G] with the offset of `_codes`."""
         name = f"{module}.weight_zero_point"
         if not self.files.has(name):
-            return 2 ** (bits - 1)
+            return 1 << (bits - 1)
         stored = self.files.read(name)
         if stored.dtype == torch.int32:
-            packed: Tensor = _unpack(stored.t(), bits, shape[0]).t()
-            return packed
-        plain: Tensor = _offset_bytes(stored, bits, name).reshape(-1, shape[1]).expand(shape)
-        return plain
+            return _unpack(stored.t(), bits, shape[0]).t()
+        return _offset_bytes(stored, bits, name).reshape(-1, shape[1]).expand(shape)
 
     def _group_index(self, module: str, groups: int) -> Tensor | None:
         name = f"{module}.weight_g_idx"
@@ -129,10 +127,9 @@ def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
 
 def _offset_bytes(values: Tensor, bits: int, name: str) -> Tensor:
     """int8 values of `bits` bits -> uint8, offset by 2^(bits - 1)."""
-    half = 2 ** (bits - 1)
+    half = 1 << (bits - 1)
     if bits < 8:
         low, high = (int(bound) for bound in torch.aminmax(values))
         if low < -half or high >= half:
             raise CheckpointError(f"tensor {name}: expected {-half} to {half - 1}, found {low} to {high}")
-    shifted: Tensor = values.to(torch.int16) + half
-    return shifted.to(torch.uint8)
+    return (values.to(torch.int16) + half).to(torch.uint8)
