@@ -17,8 +17,8 @@ class BlockPool:
         self.num_free = num_blocks
         self.ref_counts = [0] * num_blocks
         # Index num_blocks is the list's end marker: its next is the front, its previous the back.
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._previous = [num_blocks, *range(num_blocks)]
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]
+        self._previous: list[int] = [num_blocks, *range(num_blocks)]
 
     def allocate(self) -> int:
         """Take the block at the front of the free list, with a count of one."""

@@ -1,0 +1,122 @@
+"""Stand-ins for the parts of an engine that need a model: FakeRunner and what it would answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from quantd.engine.messages import ModelInfo
+from quantd.engine.plan import EntryOutput, Plan, PlanEntry, StepOutput
+from quantd.engine.request import Request, SamplingParams, TokenLogprob
+
+VOCAB_SIZE = 64
+FAULTY_TOKEN = 61
+FATAL_TOKEN = 62
+
+
+def make_info(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 1024) -> ModelInfo:
+    return ModelInfo(
+        architecture="fake",
+        backend="fake",
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len,
+        weight_bytes=0,
+        kv_dtype="int8",
+        kv_bytes=num_blocks * block_size,
+        kv_bytes_per_token=1,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        load_seconds=0.0,
+    )
+
+
+def make_request(name: str, prompt: Sequence[int], salt: str = "", **sampling: object) -> Request:
+    return Request(id=name, prompt=list(prompt), salt=salt, sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """What FakeRunner draws after these tokens: what any right engine must give."""
+    return _draw([hash(tuple(token_ids[: end + 1])) for end in range(len(token_ids))])
+
+
+def continuation(request: Request, info: ModelInfo) -> tuple[list[int], str]:
+    """The output and finish reason of a request that has an engine of its own."""
+    sampling, output = request.sampling, list[int]()
+    while len(output) != sampling.max_tokens and len(request.prompt) + len(output) < info.max_request_len:
+        output.append(next_token([*request.prompt, *output]))
+        if output[-1] in sampling.stop_token_ids:
+            return output, "stop"
+    return output, "length"
+
+
+class FakeRunner:
+    """A model of two layers over a pool of slots, in plain integers.
+
+    The first layer keeps each token, the second a hash of all first-layer values up to it, and the
+    drawn token is a hash of all second-layer values: all of them read back through the block table.
+    A wrong table, a stale block or a wrong hit, now or when an earlier token was computed, changes
+    the token. Like a real model it writes a layer for the whole batch before it reads any of it. A
+    prompt with FAULTY_TOKEN fails its own entry, one with FATAL_TOKEN the step.
+    """
+
+    def __init__(self, info: ModelInfo, step_seconds: float = 0.0) -> None:
+        self.info = info
+        self.step_seconds = step_seconds
+        self.plans: list[Plan] = []
+        num_slots = info.num_blocks * info.block_size
+        self._layers: list[list[int | None]] = [[None] * num_slots, [None] * num_slots]
+
+    def run(self, plan: Plan) -> StepOutput:
+        self.plans.append(plan)
+        time.sleep(self.step_seconds)
+        if any(FATAL_TOKEN in entry.request.request.prompt for entry in plan.entries):
+            raise RuntimeError("the step broke")
+        for entry in plan.entries:
+            tokens = entry.request.tokens(entry.start, entry.start + entry.num_tokens)
+            self._write(0, entry, tokens)
+        for entry in plan.entries:
+            context = self._read(0, entry)
+            self._write(1, entry, [hash(tuple(context[: end + 1])) for end in _positions(entry)])
+        return StepOutput(tuple(self._answer(entry) for entry in plan.entries))
+
+    def _answer(self, entry: PlanEntry) -> EntryOutput:
+        request, context = entry.request.request, self._read(1, entry)
+        if FAULTY_TOKEN in request.prompt:
+            return EntryOutput(error="a faulty token")
+        drawn = [_draw(context)] if entry.samples else []
+        logprobs = (
+            [TokenLogprob(token, 0.0) for token in drawn] if request.sampling.logprobs is not None else []
+        )
+        prompt_logprobs = list[TokenLogprob]()
+        if request.sampling.prompt_logprobs is not None:
+            first = max(entry.start, entry.request.num_prompt_logprobs) + 1
+            last = min(entry.start + entry.num_tokens, len(request.prompt) - 1)
+            prompt_logprobs = [
+                TokenLogprob(request.prompt[position], float(_draw(context[:position])))
+                for position in range(first, last + 1)
+            ]
+        return EntryOutput(drawn, logprobs, prompt_logprobs)
+
+    def _write(self, layer: int, entry: PlanEntry, values: Sequence[int]) -> None:
+        for position, value in zip(_positions(entry), values, strict=True):
+            self._layers[layer][self._slot(entry, position)] = value
+
+    def _read(self, layer: int, entry: PlanEntry) -> list[int]:
+        values = list[int]()
+        for position in range(entry.start + entry.num_tokens):
+            value = self._layers[layer][self._slot(entry, position)]
+            assert value is not None, f"position {position} of {entry.request.id} was never written"
+            values.append(value)
+        return values
+
+    def _slot(self, entry: PlanEntry, position: int) -> int:
+        size = self.info.block_size
+        return entry.blocks[position // size] * size + position % size
+
+
+def _positions(entry: PlanEntry) -> range:
+    return range(entry.start, entry.start + entry.num_tokens)
+
+
+def _draw(values: Sequence[int]) -> int:
+    return hash(tuple(values)) % (VOCAB_SIZE - 4)
