@@ -33,3 +33,7 @@ class DaemonError(QuantdError):
 
 class NoDaemonError(QuantdError):
     """No daemon answers where a client looked."""
+
+
+class GenerationError(QuantdError):
+    """An engine gave up one request; the message says why."""
