@@ -153,7 +153,7 @@ class Ops(Protocol):
         """activation(left half) * right half of gate_up [M, 2 I] -> [M, I]."""
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
-        """Outputs side by side: [M, N_i] each -> [M, sum of N_i]; for weights too unlike to be packed as one."""
+        """Outputs [M, N_i] side by side -> [M, sum of N_i]; for weights too unlike to be packed as one."""
 
     def compile(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A backend's chance to record a forward built from these ops and replay it; may return it as is."""

@@ -112,7 +112,7 @@ def _heads(fields: _Fields) -> HeadShape:
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
-            f"config.json: {num_heads} num_attention_heads are no multiple of {num_kv_heads} num_key_value_heads"
+            f"config: num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
         )
     head_dim = fields.integer("head_dim", fields.integer("hidden_size") // num_heads)
     return HeadShape(num_heads, num_kv_heads, head_dim)

@@ -110,13 +110,13 @@ class DecoderSpec:
         return self.qkv(layer), self.o(layer), self.gate_up(layer), self.down(layer)
 
     def norms(self, layer: str) -> Iterator[tuple[str, int]]:
-        """The weights of a layer's norms, each a tensor name and a size."""
+        """A layer's norms, each with the size of its weight."""
         names, head_dim = self.names, self.heads.head_dim
         full = (names.attention_norm, names.after_attention_norm, names.mlp_norm, names.after_mlp_norm)
-        for sizes, norms in ((self.hidden_size, full), (head_dim, (names.q_norm, names.k_norm))):
+        for size, norms in ((self.hidden_size, full), (head_dim, (names.q_norm, names.k_norm))):
             for norm in norms:
                 if norm is not None:
-                    yield f"{layer}.{norm}.weight", sizes
+                    yield f"{layer}.{norm}", size
 
 
 def _joined(layer: str, modules: tuple[str, ...], sizes: tuple[int, ...], num_inputs: int) -> LinearSpec:

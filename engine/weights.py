@@ -1,0 +1,226 @@
+"""From a checkpoint to packed weights: everything is checked by name and shape first, then read.
+
+One matrix after another: an unpacked weight is gone before the next one is read. Where the pieces of
+a joined matrix (queries, keys, values; the MLP's halves) are alike they become one packed weight.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from quantd.engine.layers.join import Piece, equal, join_alike
+from quantd.engine.layers.rope import rope_table
+from quantd.engine.models.spec import DecoderSpec, LinearSpec
+from quantd.kernels.ops import Ops, PackedWeight, QKNorm, RopeTable
+from quantd.kernels.weights import Weight
+from quantd.quant.checkpoint import Checkpoint
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+Linear = tuple[PackedWeight, ...]
+"""A matrix as packed pieces whose outputs stand side by side; mostly one."""
+
+# Where tensors of the decoder begin: in a causal model, a multimodal one (transformers 4, 5), a bare one.
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
+_HEADS = ("lm_head", "language_model.lm_head")
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer. Norm weights are float32 [H], any offset added; None where the layer has no such norm."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    qk_norm: QKNorm | None
+    o: Linear
+    after_attention_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    after_mlp_norm: Tensor | None
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All that a decoder holds. head may be the same object as embedding. ropes: as in the spec."""
+
+    embedding: PackedWeight
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: PackedWeight
+    ropes: tuple[RopeTable, ...]
+
+
+def load_weights(spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, progress: Progress) -> DecoderWeights:
+    """Check the whole checkpoint against `spec`, then read and pack it.
+
+    progress is called with (bytes done, bytes in all) as matrices are read. Raises CheckpointError or
+    UnsupportedModelError, before any weight is read where the index shows the fault.
+    """
+    layout = _Layout(spec, checkpoint)
+    layout.check()
+    layout.log_leftovers()
+    return _Reader(layout, ops, progress).decoder()
+
+
+class _Layout:
+    """Where this checkpoint keeps what the spec asks for. Modules and norms are named without `.weight`."""
+
+    def __init__(self, spec: DecoderSpec, checkpoint: Checkpoint) -> None:
+        self.spec = spec
+        self.checkpoint = checkpoint
+        prefix = _first(_PREFIXES, lambda prefix: checkpoint.has_module(f"{prefix}embed_tokens"))
+        self.embedding = f"{prefix}embed_tokens"
+        self.layers = [f"{prefix}layers.{i}" for i in range(len(spec.layers))]
+        self.final_norm = f"{prefix}norm"
+        self.head = _first(_HEADS, checkpoint.has_module)
+        # A model with tied weights may have an output matrix of its own, a quantized one mostly.
+        self.has_head = not spec.tied or checkpoint.has_module(self.head)
+
+    @property
+    def vocabulary_shape(self) -> tuple[int, int]:
+        """Of the embedding and of the output matrix."""
+        return self.spec.vocab_size, self.spec.hidden_size
+
+    def modules(self) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Every matrix in the checkpoint with its shape."""
+        yield self.embedding, self.vocabulary_shape
+        if self.has_head:
+            yield self.head, self.vocabulary_shape
+        for layer in self.layers:
+            for linear in self.spec.linears(layer):
+                yield from linear.shapes()
+
+    def norms(self) -> Iterator[tuple[str, int]]:
+        """Every norm with its size."""
+        for layer in self.layers:
+            yield from self.spec.norms(layer)
+        yield self.final_norm, self.spec.hidden_size
+
+    def has_bias(self, module: str) -> bool:
+        """Whether the architecture demands one, or the checkpoint has one all the same."""
+        demanded = any(module.endswith(f".{name}") for name in self.spec.names.biases)
+        return demanded or self.checkpoint.has(f"{module}.bias")
+
+    def check(self) -> None:
+        """Raise for the first tensor that is missing or does not fit."""
+        for module, shape in self.modules():
+            self.checkpoint.check_linear(module, shape)
+            if self.has_bias(module):
+                self.checkpoint.check_tensor(f"{module}.bias", shape[:1])
+        for norm, size in self.norms():
+            self.checkpoint.check_tensor(f"{norm}.weight", (size,))
+
+    def log_leftovers(self) -> None:
+        """Name once what the checkpoint holds and the decoder does not use."""
+        used = {name for name, _ in (*self.modules(), *self.norms())} | {
+            _ROPE_FACTORS.removesuffix(".weight")
+        }
+        left = [name for name in self.checkpoint.names() if name.rpartition(".")[0] not in used]
+        # Old checkpoints store the rotary frequencies, which follow from the config.
+        left = [name for name in left if not name.endswith("rotary_emb.inv_freq")]
+        if left:
+            logger.debug("%s: %d tensors not used: %s", self.checkpoint.path, len(left), ", ".join(left))
+
+
+class _Reader:
+    """Reads what a checked layout names."""
+
+    def __init__(self, layout: _Layout, ops: Ops, progress: Progress) -> None:
+        self._layout = layout
+        self._spec = layout.spec
+        self._checkpoint = layout.checkpoint
+        self._ops = ops
+        self._progress = progress
+        self._num_values = sum(n * k for _, (n, k) in layout.modules())
+        self._num_read = 0
+
+    def decoder(self) -> DecoderWeights:
+        embedding, head = self._vocabulary()
+        return DecoderWeights(
+            embedding=embedding,
+            layers=tuple(self._layer(prefix) for prefix in self._layout.layers),
+            final_norm=self._norm(self._layout.final_norm, self._spec.hidden_size),
+            head=head,
+            ropes=self._ropes(),
+        )
+
+    def _vocabulary(self) -> tuple[PackedWeight, PackedWeight]:
+        """Embedding and output matrix: one packed weight where they are tied or equal."""
+        shape = self._layout.vocabulary_shape
+        weight = self._weight(self._layout.embedding, shape)
+        embedding = self._ops.pack(weight)
+        if not self._layout.has_head:
+            return embedding, embedding
+        bias = self._bias(self._layout.head, shape)
+        head = self._weight(self._layout.head, shape)
+        if bias is None and equal(weight, head):
+            return embedding, embedding
+        return embedding, self._ops.pack(head, bias)
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        spec, names = self._spec, self._spec.names
+
+        def norm(name: str | None) -> Tensor | None:
+            return None if name is None else self._norm(f"{prefix}.{name}", spec.hidden_size)
+
+        return LayerWeights(
+            attention_norm=self._norm(f"{prefix}.{names.attention_norm}", spec.hidden_size),
+            qkv=self._linear(spec.qkv(prefix)),
+            qk_norm=self._qk_norm(prefix),
+            o=self._linear(spec.o(prefix)),
+            after_attention_norm=norm(names.after_attention_norm),
+            mlp_norm=self._norm(f"{prefix}.{names.mlp_norm}", spec.hidden_size),
+            gate_up=self._linear(spec.gate_up(prefix)),
+            down=self._linear(spec.down(prefix)),
+            after_mlp_norm=norm(names.after_mlp_norm),
+        )
+
+    def _linear(self, linear: LinearSpec) -> Linear:
+        """Each run of alike pieces packed as one weight."""
+        pieces = [Piece(self._weight(*part), self._bias(*part)) for part in linear.shapes()]
+        return tuple(self._ops.pack(piece.weight, piece.bias) for piece in join_alike(pieces))
+
+    def _weight(self, module: str, shape: tuple[int, int]) -> Weight:
+        weight = self._checkpoint.linear(module, shape)
+        self._num_read += shape[0] * shape[1]
+        total = self._checkpoint.weight_bytes
+        self._progress(total * self._num_read // self._num_values, total)
+        return weight
+
+    def _bias(self, module: str, shape: tuple[int, int]) -> Tensor | None:
+        if not self._layout.has_bias(module):
+            return None
+        return self._checkpoint.tensor(f"{module}.bias", shape[:1])
+
+    def _norm(self, name: str, size: int) -> Tensor:
+        return self._checkpoint.tensor(f"{name}.weight", (size,)) + self._spec.norm_offset
+
+    def _qk_norm(self, prefix: str) -> QKNorm | None:
+        names, size = self._spec.names, self._spec.heads.head_dim
+        if names.q_norm is None or names.k_norm is None:
+            return None
+        q, k = (self._norm(f"{prefix}.{name}", size) for name in (names.q_norm, names.k_norm))
+        return QKNorm(q, k, self._spec.norm_eps)
+
+    def _ropes(self) -> tuple[RopeTable, ...]:
+        return tuple(
+            rope_table(rope, self._spec.max_model_len, self._rope_factors(rope.rotary_dim // 2))
+            for rope in self._spec.ropes
+        )
+
+    def _rope_factors(self, size: int) -> Tensor | None:
+        if not self._checkpoint.has(_ROPE_FACTORS):
+            return None
+        return self._checkpoint.tensor(_ROPE_FACTORS, (size,))
+
+
+def _first(candidates: Sequence[str], exists: Callable[[str], bool]) -> str:
+    """The first that exists; where none does the usual one, for `check` to miss by name."""
+    return next(filter(exists, candidates), candidates[0])
