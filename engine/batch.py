@@ -19,13 +19,15 @@ Ints = npt.NDArray[np.int32]
 class Batch:
     """One step's inputs. token_ids: int32 [M]. attention: where the tokens stand.
 
-    logit_rows: int64 [L], the rows of the hidden state whose logits are needed, by entry: first those
-    of its prompt log probabilities, then its last row if it samples.
+    prompt_rows: int64 [P], the rows of the hidden state that log probabilities of prompt positions are
+    read from, in order of entries and positions. sample_rows: int64 [S], the last row of each entry
+    that samples.
     """
 
     token_ids: Tensor
     attention: AttentionInputs
-    logit_rows: Tensor
+    prompt_rows: Tensor
+    sample_rows: Tensor
 
 
 def build_batch(plan: Plan, block_size: int) -> Batch:
@@ -49,7 +51,8 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
             context_len=torch.from_numpy(np.array(starts, np.int32) + np.array(counts, np.int32)),
             block_tables=torch.from_numpy(tables),
         ),
-        logit_rows=torch.from_numpy(_logit_rows(entries, query_start)),
+        prompt_rows=torch.tensor(_prompt_rows(entries, query_start), dtype=torch.int64),
+        sample_rows=torch.from_numpy(query_start[1:][[entry.samples for entry in entries]] - 1).long(),
     )
 
 
@@ -77,11 +80,10 @@ def prompt_logprob_positions(entry: PlanEntry) -> range:
     return range(first, min(entry.start + entry.num_tokens + 1, len(state.request.prompt)))
 
 
-def _logit_rows(entries: tuple[PlanEntry, ...], query_start: Ints) -> npt.NDArray[np.int64]:
-    rows: list[int] = []
-    for entry, begin, end in zip(entries, query_start[:-1].tolist(), query_start[1:].tolist(), strict=True):
-        # The row of position p - 1 says how likely the token at p is.
-        rows += [begin + position - 1 - entry.start for position in prompt_logprob_positions(entry)]
-        if entry.samples:
-            rows.append(end - 1)
-    return np.array(rows, np.int64)
+def _prompt_rows(entries: tuple[PlanEntry, ...], query_start: Ints) -> list[int]:
+    """The row of position p - 1 says how likely the token at p is."""
+    return [
+        begin + position - 1 - entry.start
+        for entry, begin in zip(entries, query_start.tolist(), strict=False)
+        for position in prompt_logprob_positions(entry)
+    ]

@@ -67,9 +67,11 @@ def test_index_tensors_are_int32() -> None:
 
 
 def test_only_sampling_entries_need_logits() -> None:
-    assert build_batch(mixed_plan(), BLOCK_SIZE).logit_rows.tolist() == [0, 8, 14]
+    batch = build_batch(mixed_plan(), BLOCK_SIZE)
+    assert batch.sample_rows.tolist() == [0, 8, 14]
+    assert batch.prompt_rows.tolist() == []
     nothing_sampled = Plan((entry(state(20), 0, 4, [0]),))
-    assert build_batch(nothing_sampled, BLOCK_SIZE).logit_rows.tolist() == []
+    assert build_batch(nothing_sampled, BLOCK_SIZE).sample_rows.tolist() == []
 
 
 def chunks(request: RequestState, sizes: list[int]) -> list[tuple[range, Batch]]:
@@ -85,8 +87,8 @@ def chunks(request: RequestState, sizes: list[int]) -> list[tuple[range, Batch]]
 def test_prompt_logprobs_cover_every_position_but_the_first_once() -> None:
     steps = chunks(state(9, prompt_logprobs=0), [4, 1, 4])
     assert [list(positions) for positions, _ in steps] == [[1, 2, 3, 4], [5], [6, 7, 8]]
-    # The last step's last row is there for the drawn token, not for a prompt position.
-    assert [batch.logit_rows.tolist() for _, batch in steps] == [[0, 1, 2, 3], [0], [0, 1, 2, 3]]
+    assert [batch.prompt_rows.tolist() for _, batch in steps] == [[0, 1, 2, 3], [0], [0, 1, 2]]
+    assert [batch.sample_rows.tolist() for _, batch in steps] == [[], [], [3]]
 
 
 def test_a_recomputed_prompt_gives_no_logprob_twice() -> None:
@@ -94,7 +96,13 @@ def test_a_recomputed_prompt_gives_no_logprob_twice() -> None:
     request.num_prompt_logprobs = 4
     steps = chunks(request, [3, 6])
     assert [list(positions) for positions, _ in steps] == [[], [5, 6, 7, 8]]
-    assert [batch.logit_rows.tolist() for _, batch in steps] == [[], [1, 2, 3, 4, 5]]
+    assert [batch.prompt_rows.tolist() for _, batch in steps] == [[], [1, 2, 3, 4]]
+
+
+def test_prompt_rows_are_those_of_their_entries() -> None:
+    asking = entry(state(6, prompt_logprobs=0), 2, 3, [0, 1])
+    batch = build_batch(Plan((entry(state(9), 0, 7, [2, 3]), asking, asking)), BLOCK_SIZE)
+    assert batch.prompt_rows.tolist() == [7, 8, 9, 10, 11, 12]
 
 
 def test_a_recomputed_output_has_no_prompt_positions() -> None:
