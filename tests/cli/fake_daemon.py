@@ -1,0 +1,122 @@
+"""A small stand-in for a daemon on a Unix socket, in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+INFO = {
+    "architecture": "llama",
+    "backend": "cpu",
+    "weight_bytes": 92_000_000,
+    "kv_dtype": "int8",
+    "kv_bytes": 50_000_000,
+    "num_blocks": 100,
+    "block_size": 16,
+    "max_model_len": 2048,
+}
+STATUS = {
+    "version": "0.1.0",
+    "pid": 2**22 + 1,  # above the kernel's highest process id
+    "uptime_seconds": 61.5,
+    "listening": ["unix:/x"],
+    "models": [
+        {"name": "tiny", "state": "ready", "info": INFO, "stats": {"num_running": 2, "num_waiting": 1}},
+        {"name": "big", "state": "loading", "progress": 0.5, "info": None, "stats": None},
+    ],
+}
+_READY = {"status": "ready", "info": INFO}
+_USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
+
+
+class FakeDaemon:
+    """Answers "Hello there" to everything; keeps what it was sent, and whether a client left early."""
+
+    def __init__(self, folder: Path) -> None:
+        self.socket = folder / "api.sock"
+        self.bodies: list[dict[str, Any]] = []
+        self.chat_error: dict[str, Any] | None = None
+        self.endless = False
+        self.left = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._ready, self._stopping = threading.Event(), asyncio.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+
+    def __enter__(self) -> FakeDaemon:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _serve(self) -> None:
+        app = web.Application()
+        app.router.add_get("/health", _always({"status": "ok"}))
+        app.router.add_get("/quantd/status", _always(STATUS))
+        app.router.add_post("/quantd/load", self._load)
+        app.router.add_post("/quantd/unload", _always({"status": "unloaded"}))
+        app.router.add_post("/quantd/stop", _always({"status": "stopping"}))
+        app.router.add_post("/v1/chat/completions", self._chat)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
+        await runner.setup()
+        await web.UnixSite(runner, str(self.socket)).start()
+        self._ready.set()
+        await self._stopping.wait()
+        await runner.cleanup()
+
+    async def _load(self, request: web.Request) -> web.StreamResponse:
+        name = (await request.json())["model"]
+        if name == "gone":
+            error = {"message": "No model gone here; quantd pull gone", "code": "model_not_found"}
+            return web.json_response({"error": error}, status=404)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        lines: list[dict[str, Any]] = [{"status": "loading", "done": 50, "total": 100}]
+        lines.append({"error": {"message": "shard 2 is missing"}} if name == "broken" else _READY)
+        for line in lines:
+            await response.write(json.dumps(line).encode() + b"\n")
+        return response
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        if self.chat_error is not None:
+            return web.json_response({"error": self.chat_error}, status=400)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        try:
+            await self._answer(response)
+        except (asyncio.CancelledError, ConnectionError):
+            self.left.set()
+            raise
+        return response
+
+    async def _answer(self, response: web.StreamResponse) -> None:
+        await response.write(b": ping\n\n")
+        for text in ("Hello", " there"):
+            await response.write(_event({"choices": [{"index": 0, "delta": {"content": text}}]}))
+        while self.endless:
+            await response.write(_event({"choices": [{"index": 0, "delta": {"content": "."}}]}))
+            await asyncio.sleep(0.02)
+        await response.write(_event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}))
+        await response.write(_event({"choices": [], "usage": _USAGE}))
+        await response.write(b"data: [DONE]\n\n")
+
+
+def _always(value: object) -> Callable[[web.Request], Awaitable[web.Response]]:
+    async def handle(request: web.Request) -> web.Response:
+        return web.json_response(value)
+
+    return handle
+
+
+def _event(value: object) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"

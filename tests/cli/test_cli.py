@@ -1,0 +1,159 @@
+"""The real `quantd` command as a subprocess, against a stand-in daemon."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_daemon import INFO, STATUS, FakeDaemon
+
+CLIENT_COMMANDS = ("run", "pull", "import", "list", "show", "rm", "load", "unload", "ps", "status", "stop")
+
+
+def test_help_names_every_command(quantd) -> None:
+    text = quantd("--help").stdout
+    for name in (*CLIENT_COMMANDS, "serve", "doctor"):
+        assert f"\n  {name} " in text
+    assert quantd("--version").stdout == "quantd 0.1.0\n"
+
+
+def test_no_client_command_imports_what_is_slow(environment: dict[str, str]) -> None:
+    """All modules of the command line at once, and one command that talks to a daemon (there is none)."""
+    code = (
+        "import sys; from quantd.daemon.cli import main\n"
+        "sys.argv = ['quantd', '--help']; main.main()\n"
+        "sys.argv = ['quantd', 'ps']; assert main.main() == 1\n"
+        "slow = {'torch', 'transformers', 'aiohttp', 'asyncio', 'numpy', 'rich.console', 'jinja2'}\n"
+        "sys.exit(str(slow & sys.modules.keys()) if slow & sys.modules.keys() else 0)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("command", [["ps"], ["status", "--json"], ["stop"], ["load", "tiny"]])
+def test_without_a_daemon_the_message_says_how_to_start_one(
+    quantd, environment: dict[str, str], command: list[str]
+) -> None:
+    done = quantd(*command)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    socket = Path(environment["QUANTD_HOME"]) / "run" / "api.sock"
+    assert done.stderr == f"Error: No daemon answers at unix:{socket}. Start one with: quantd serve\n"
+
+
+def test_every_error_is_one_line(quantd, tmp_path: Path, fake_daemon: FakeDaemon) -> None:
+    (tmp_path / "bad.toml").write_text("[engine]\nkv_dtype = 'q9'")
+    at = ("--socket", str(fake_daemon.socket))
+    for args, message in [
+        (
+            ("serve", "--config", str(tmp_path / "bad.toml")),
+            "bad.toml: engine.kv_dtype: 'q9' is not accepted",
+        ),
+        (("serve", "--kv-dtype", "q9"), "--kv-dtype: 'q9' is not accepted; use one of int8, fp16"),
+        (("ps", "--host", "nowhere"), "--host: 'nowhere' is not accepted; use HOST:PORT"),
+        (("load", "broken", *at), "shard 2 is missing"),
+        (("run", "gone", "Hi", *at), "No model gone here"),
+    ]:
+        done = quantd(*args)
+        assert done.returncode == 1, args
+        error = done.stderr.splitlines()[-1]
+        assert error.startswith("Error: ") and message in error
+        assert "Traceback" not in done.stderr
+
+
+def test_wrong_usage_is_status_2(quantd) -> None:
+    for args in (("bogus",), ("load",), ("run", "tiny", "Hi", "--seed", "x"), ("run", "tiny", "--json")):
+        assert quantd(*args).returncode == 2, args
+    assert "The prompt is empty" in quantd("run", "tiny", input=" \n").stderr
+
+
+def test_ps_and_status(quantd, fake_daemon: FakeDaemon) -> None:
+    at = {"QUANTD_SOCKET": str(fake_daemon.socket)}
+    assert [line.split() for line in quantd("ps", **at).stdout.splitlines()] == [
+        ["NAME", "STATE", "SIZE", "KV", "CONTEXT", "RUNNING", "WAITING"],
+        ["tiny", "ready", "142.0", "MB", "int8", "50.0", "MB", "2048", "2", "1"],
+        ["big", "loading", "-", "-", "-", "0", "0"],
+    ]
+    assert json.loads(quantd("ps", "--json", **at).stdout) == STATUS["models"]
+    assert json.loads(quantd("status", "--json", **at).stdout) == STATUS
+    assert "up 61 s" in quantd("status", **at).stdout
+
+
+def test_load_unload_stop(quantd, fake_daemon: FakeDaemon) -> None:
+    at = ("--socket", str(fake_daemon.socket))
+    loaded = quantd("load", "tiny", *at)
+    assert loaded.stdout.startswith(
+        "tiny is loaded: llama on cpu kernels, 92.0 MB of weights, int8 KV cache of 1600"
+    )
+    assert loaded.stderr == "loading tiny: 50 %\n"
+    assert json.loads(quantd("load", "tiny", "--json", *at).stdout) == INFO
+    assert quantd("unload", "tiny", *at).stdout == "tiny is unloaded.\n"
+    assert json.loads(quantd("stop", "--json", *at).stdout) == {"pid": STATUS["pid"], "stopped": True}
+
+
+def test_run_once(quantd, fake_daemon: FakeDaemon) -> None:
+    at = ("--socket", str(fake_daemon.socket))
+    done = quantd("run", "tiny", "Hi", "--system", "Be brief", "--temperature", "0", "--max-tokens", "5", *at)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Hello there\n", "loading tiny: 50 %\n")
+    assert fake_daemon.bodies == [
+        {
+            "model": "tiny",
+            "messages": [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "temperature": 0.0,
+            "max_tokens": 5,
+        }
+    ]
+
+
+def test_run_takes_a_piped_prompt_and_says_what_ran(quantd, fake_daemon: FakeDaemon) -> None:
+    done = quantd("run", "tiny", "--verbose", "--socket", str(fake_daemon.socket), input="größer?\n")
+    assert done.stdout == "Hello there\n"
+    assert fake_daemon.bodies[0]["messages"] == [{"role": "user", "content": "größer?\n"}]
+    assert f"tiny over unix:{fake_daemon.socket}: llama on cpu kernels" in done.stderr
+    assert "9 prompt tokens (4 cached)" in done.stderr
+
+
+def test_run_json_is_one_object(quantd, fake_daemon: FakeDaemon) -> None:
+    answer = json.loads(quantd("run", "tiny", "Hi", "--json", "--socket", str(fake_daemon.socket)).stdout)
+    assert (answer["content"], answer["finish_reason"]) == ("Hello there", "stop")
+    assert answer["usage"]["completion_tokens"] == 2
+
+
+def test_ctrl_c_closes_the_connection_and_is_quiet(
+    environment: dict[str, str], fake_daemon: FakeDaemon
+) -> None:
+    fake_daemon.endless = True
+    command = [Path(sys.executable).with_name("quantd"), "run", "tiny", "Hi", "--socket", fake_daemon.socket]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.read(12) == b"Hello there."
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        assert b"Traceback" not in process.stderr.read()
+    assert fake_daemon.left.wait(10)
+
+
+def test_a_reader_that_leaves_is_no_traceback(environment: dict[str, str], fake_daemon: FakeDaemon) -> None:
+    fake_daemon.endless = True
+    command = [Path(sys.executable).with_name("quantd"), "run", "tiny", "Hi", "--socket", fake_daemon.socket]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.read(5)
+        process.stdout.close()
+        assert process.wait(10) == 1
+        assert b"Traceback" not in process.stderr.read()
+    assert fake_daemon.left.wait(10)
+
+
+def test_doctor_reports_without_a_daemon(quantd, environment: dict[str, str]) -> None:
+    report = json.loads(quantd("doctor", "--json").stdout)
+    assert report["versions"]["quantd"] == "0.1.0"
+    assert report["sockets"] == {f"{environment['QUANTD_HOME']}/run/api.sock": "no daemon"}
