@@ -1,0 +1,239 @@
+"""The daemon's async proxy to one engine process: start, generate, stats, close (torch-free).
+
+Knows frames and request ids, not what is in them. All methods belong to the event loop that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import IO, TypeAlias
+
+import msgspec
+
+from quantd.engine.config import EngineConfig
+from quantd.engine.connection import encode_frame, read_frame
+from quantd.engine.errors import CapacityError, EngineDiedError, NumericsError, RequestError
+from quantd.engine.messages import (
+    Abort,
+    Add,
+    Events,
+    Failed,
+    FromEngine,
+    GetStats,
+    Loading,
+    ModelInfo,
+    Stats,
+    ToEngine,
+)
+from quantd.engine.request import Request, TokenEvent
+from quantd.kernels.errors import QuantdError
+from quantd.quant.errors import CheckpointError, UnsupportedModelError
+
+# -P: a file of the working directory must not pass for a module of the engine.
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "quantd.engine.loop")
+EXIT_GRACE_SECONDS = 5.0
+
+_LOAD_ERRORS: dict[str, type[QuantdError]] = {
+    **{error.__name__: error for error in (CheckpointError, UnsupportedModelError, CapacityError)},
+    **{error.__name__: error for error in (NumericsError, RequestError, QuantdError)},
+    "MemoryError": CapacityError,
+    "OutOfMemoryError": CapacityError,
+}
+_Inbox: TypeAlias = asyncio.Queue[TokenEvent | EngineDiedError]
+
+
+class EngineClient:
+    """One engine process and its loaded model. `died` resolves to the reason when the process is gone."""
+
+    info: ModelInfo
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._decoder = msgspec.msgpack.Decoder[FromEngine](FromEngine)
+        self._inboxes: dict[str, _Inbox] = {}
+        self._asking: deque[asyncio.Future[Stats]] = deque()
+        self._reading: asyncio.Task[None] | None = None
+        self._end_reason: str | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        on_progress: Callable[[int, int], None] | None = None,
+        *,
+        command: Sequence[str] = ENGINE_COMMAND,
+        log: int | IO[bytes] | None = None,
+    ) -> EngineClient:
+        """Start an engine process and wait until it has loaded its model.
+
+        on_progress: called with (bytes loaded, bytes in all). log: a file for what the process
+        prints, else stderr. Raises the QuantdError that stopped the load, CapacityError where memory
+        ran out, EngineDiedError if the process ended without a reason of its own. No process is left
+        behind by an exception or a cancellation.
+        """
+        client = await cls._spawn(command, log)
+        try:
+            client._send(config)
+            client.info = await client._wait_until_ready(on_progress)
+        except BaseException:
+            await client.close()
+            raise
+        client._reading = asyncio.create_task(client._read())
+        return client
+
+    @property
+    def pid(self) -> int:
+        """The process id of the engine."""
+        return self._process.pid
+
+    def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        """The events of a request, the last of which has a finish_reason.
+
+        Closing or cancelling the iterator before that aborts the request. Raises RequestError or
+        ContextLengthError at once for what the model can never serve, EngineDiedError, also from the
+        iterator, when the process is gone.
+        """
+        self.info.check_request(request)
+        self._check_alive()
+        return self._generate(request)
+
+    async def stats(self) -> Stats:
+        """The engine's counters, between two of its steps. Raises EngineDiedError."""
+        self._check_alive()
+        answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
+        self._asking.append(answer)
+        self._send(GetStats())
+        return await answer
+
+    async def close(self) -> None:
+        """End the process and wait for its end; running generators raise EngineDiedError. Idempotent."""
+        if self._end_reason is None:
+            self._end_reason = "the engine was closed"
+        await self._reap()
+        if self._reading is not None:
+            await self._reading
+        elif not self.died.done():
+            self._die(self._end_reason)
+
+    @classmethod
+    async def _spawn(cls, command: Sequence[str], log: int | IO[bytes] | None) -> EngineClient:
+        ours, theirs = socket.socketpair()
+        output = sys.stderr if log is None else log
+        try:
+            with theirs:
+                fd = theirs.fileno()
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    str(fd),
+                    pass_fds=(fd,),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        return cls(process, reader, writer)
+
+    async def _wait_until_ready(self, on_progress: Callable[[int, int], None] | None) -> ModelInfo:
+        while True:
+            try:
+                message = await self._receive()
+            except (EOFError, ConnectionError):
+                raise EngineDiedError(await self._exit_reason()) from None
+            match message:
+                case Loading(done, total):
+                    if on_progress is not None:
+                        on_progress(done, total)
+                case ModelInfo():
+                    return message
+                case Failed(kind, text):
+                    raise _LOAD_ERRORS.get(kind, EngineDiedError)(text)
+
+    async def _generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        assert request.id not in self._inboxes, f"request {request.id} is here already"
+        self._check_alive()
+        inbox = self._inboxes[request.id] = _Inbox()
+        self._send(Add(request))
+        finished = False
+        try:
+            while not finished:
+                event = await inbox.get()
+                if isinstance(event, EngineDiedError):
+                    raise event
+                finished = event.finish_reason is not None
+                yield event
+        finally:
+            del self._inboxes[request.id]
+            if not finished and not self.died.done():
+                self._send(Abort(request.id))
+
+    def _check_alive(self) -> None:
+        if self.died.done():
+            raise EngineDiedError(self.died.result())
+
+    def _send(self, message: EngineConfig | ToEngine) -> None:
+        self._writer.write(encode_frame(message))
+
+    async def _receive(self) -> FromEngine:
+        return self._decoder.decode(await read_frame(self._reader))
+
+    async def _read(self) -> None:
+        """Hand out what the engine sends, until it sends no more."""
+        try:
+            while True:
+                self._handle(await self._receive())
+        except (EOFError, ConnectionError, msgspec.MsgspecError):
+            self._die(self._end_reason or await self._exit_reason())
+
+    def _handle(self, message: FromEngine) -> None:
+        match message:
+            case Events(events):
+                for event in events:
+                    if event.request_id in self._inboxes:
+                        self._inboxes[event.request_id].put_nowait(event)
+            case Stats():
+                answer = self._asking.popleft()
+                if not answer.done():
+                    answer.set_result(message)
+            case Failed(_, text):
+                self._end_reason = f"the engine process failed: {text}"
+            case _:
+                raise AssertionError(f"the engine sent {message} after it was ready")
+
+    def _die(self, reason: str) -> None:
+        self.died.set_result(reason)
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(EngineDiedError(reason))
+        for answer in self._asking:
+            if not answer.done():
+                answer.set_exception(EngineDiedError(reason))
+
+    async def _exit_reason(self) -> str:
+        status = await self._reap()
+        if status >= 0:
+            return f"the engine process ended with status {status}"
+        hint = ", perhaps by the system for want of memory" if status == -signal.SIGKILL else ""
+        return f"the engine process was ended by {signal.Signals(-status).name}{hint}"
+
+    async def _reap(self) -> int:
+        """Hang up, which ends the process, and wait for its end; after the grace, by force."""
+        self._writer.close()
+        try:
+            async with asyncio.timeout(EXIT_GRACE_SECONDS):
+                return await self._process.wait()
+        except TimeoutError:
+            self._process.kill()
+            return await self._process.wait()

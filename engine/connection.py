@@ -1,0 +1,51 @@
+"""Frames on a stream socket: a 4-byte little-endian length, then a msgpack object (torch-free)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from quantd.engine.config import EngineConfig
+from quantd.engine.messages import FromEngine, ToEngine
+
+T = TypeVar("T")
+
+_LENGTH = struct.Struct("<I")
+
+
+def encode_frame(message: EngineConfig | ToEngine | FromEngine) -> bytes:
+    """A message as one frame."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes:
+    """The body of the next frame. Raises EOFError when the other side is gone."""
+    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return await reader.readexactly(length)
+
+
+class Connection:
+    """The engine's end, which blocks. One thread may send while another receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._file = sock.makefile("rb")
+
+    def send(self, message: FromEngine) -> None:
+        self._socket.sendall(encode_frame(message))
+
+    def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
+        """Wait for the next message. Raises EOFError when the other side is gone."""
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+        return decoder.decode(self._read(length))
+
+    def _read(self, num_bytes: int) -> bytes:
+        data = self._file.read(num_bytes)
+        if len(data) < num_bytes:
+            raise EOFError("the other side closed the connection")
+        return data

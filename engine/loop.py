@@ -1,0 +1,158 @@
+"""The step loop, and the engine process around it: `python -m quantd.engine.loop FD`.
+
+FD is one end of a socketpair. The first frame to come is an EngineConfig; Loading frames answer it,
+then ModelInfo or Failed; after that ToEngine and FromEngine frames. Torch is imported by the runner.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+from typing import TypeAlias
+
+import msgspec
+
+from quantd.engine.config import EngineConfig
+from quantd.engine.connection import Connection
+from quantd.engine.messages import Abort, Add, Events, Failed, FromEngine, GetStats, Loading, ToEngine
+from quantd.engine.plan import Plan, Runner
+from quantd.engine.request import TokenEvent
+from quantd.engine.scheduler import Scheduler
+from quantd.kernels.errors import QuantdError
+
+BuildRunner: TypeAlias = Callable[[EngineConfig, Callable[[int, int], None]], Runner]
+
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Receive, schedule, run, update, emit; with nothing to do it waits for its inbox."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        inbox: SimpleQueue[ToEngine],
+        send: Callable[[FromEngine], None],
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self._inbox = inbox
+        self._send = send
+        self._failed_before = False
+
+    def step(self) -> None:
+        """One pass. Raises what the runner raised, if it did so twice in a row."""
+        events = [event for message in self._receive() for event in self._handle(message)]
+        if self.scheduler.has_work:
+            plan = self.scheduler.schedule()
+            events += self._compute(plan)
+        if events:
+            self._send(Events(events))
+
+    def _receive(self) -> Iterator[ToEngine]:
+        """All that has come; the first of it is waited for while there is no work."""
+        if not self.scheduler.has_work:
+            yield self._inbox.get()
+        while True:
+            try:
+                yield self._inbox.get_nowait()
+            except Empty:
+                return
+
+    def _handle(self, message: ToEngine) -> list[TokenEvent]:
+        match message:
+            case Add(request):
+                event = self.scheduler.add(request)
+            case Abort(request_id):
+                event = self.scheduler.abort(request_id)
+            case GetStats():
+                self._send(self.scheduler.stats())
+                event = None
+        return [] if event is None else [event]
+
+    def _compute(self, plan: Plan) -> list[TokenEvent]:
+        try:
+            output = self.runner.run(plan)
+        except Exception as error:
+            return self._fail(plan, error)
+        self._failed_before = False
+        return self.scheduler.update(plan, output)
+
+    def _fail(self, plan: Plan, error: Exception) -> list[TokenEvent]:
+        """End the requests of a failed step. One failure may be theirs; a second one is the runner's."""
+        logger.error("a step failed", exc_info=error)
+        events = self.scheduler.fail(plan, f"the step failed: {_describe(error)}")
+        if self._failed_before:
+            self._send(Events(events))
+            raise error
+        self._failed_before = True
+        return events
+
+
+def serve(fd: int, build_runner: BuildRunner) -> None:
+    """Be an engine process on a socket's descriptor, until the other side is gone or a fault ends it."""
+    _die_with_parent()
+    # Ctrl-C reaches the whole terminal; what it means is the daemon's to decide.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(socket.socket(fileno=fd))
+    inbox: SimpleQueue[ToEngine] = SimpleQueue()
+    try:
+        config = connection.receive(msgspec.msgpack.Decoder(EngineConfig))
+        threading.Thread(target=_read, args=(connection, inbox), name="inbox", daemon=True).start()
+        runner = build_runner(config, lambda done, total: connection.send(Loading(done, total)))
+        connection.send(runner.info)
+        loop = EngineLoop(Scheduler(config, runner.info), runner, inbox, connection.send)
+        while True:
+            loop.step()
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    except Exception as error:
+        if not isinstance(error, QuantdError):
+            logger.exception("the engine process ends")
+        connection.send(Failed(kind=type(error).__name__, message=_describe(error)))
+        sys.exit(1)
+
+
+def _read(connection: Connection, inbox: SimpleQueue[ToEngine]) -> None:
+    """Move messages to the inbox. The end of them ends the process, whatever it is in the middle of."""
+    decoder = msgspec.msgpack.Decoder(ToEngine)
+    try:
+        while True:
+            inbox.put(connection.receive(decoder))
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    except Exception:
+        logger.exception("the engine process got what it cannot read")
+        os._exit(1)
+
+
+def _die_with_parent() -> None:
+    """A second belt beside the socket's end: the kernel kills this process with the thread that made it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _describe(error: Exception) -> str:
+    return str(error) if isinstance(error, QuantdError) else f"{type(error).__name__}: {error}"
+
+
+def _build_runner(config: EngineConfig, progress: Callable[[int, int], None]) -> Runner:
+    # Torch takes seconds to import; by now the parent is watched and told of what goes wrong.
+    from quantd.engine.runner import build_runner
+
+    return build_runner(config, progress)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    serve(int(sys.argv[1]), _build_runner)

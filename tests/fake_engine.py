@@ -1,0 +1,34 @@
+"""An engine process with a FakeRunner: `fake_engine.py FD`. The config's model_path says how it loads."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from fakes import FakeRunner, make_info
+
+from quantd.engine.config import EngineConfig
+from quantd.engine.loop import serve
+from quantd.quant.errors import CheckpointError
+
+
+def build_runner(config: EngineConfig, progress: Callable[[int, int], None]) -> FakeRunner:
+    for done in (1, 2, 3):
+        progress(done, 3)
+    match config.model_path:
+        case "damaged":
+            raise CheckpointError("shard 2 is missing")
+        case "too big":
+            raise MemoryError
+        case "buggy":
+            raise ZeroDivisionError("oh")
+        case "exits":
+            sys.exit(3)
+        case "hangs":
+            time.sleep(600)
+    return FakeRunner(make_info(num_blocks=4096), step_seconds=float(config.model_path))
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), build_runner)
