@@ -276,7 +276,13 @@ class _Architecture:
 
 
 _LLAMA = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 2048}
-_QWEN = {**_LLAMA, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
+_QWEN = {
+    **_LLAMA,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 _GEMMA2 = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
