@@ -176,6 +176,11 @@ def load_config(
     return ServeConfig(**({"socket": paths.socket} | daemon), engine=EngineOptions(**engine), paths=paths)
 
 
+def parse_flags(record: type[Any], flags: Mapping[str, object]) -> dict[str, Any]:
+    """The parsed values of those flags that were given. Raises ConfigError."""
+    return _gather(record, flags, {}, "", {})
+
+
 def client_sockets(socket: str | None, env: Mapping[str, str] | None = None) -> list[Path]:
     """Where a client looks for a daemon, in order: the socket asked for, else the user's and the system's."""
     env = os.environ if env is None else env

@@ -9,20 +9,22 @@ from typing import Any
 import click
 
 from quantd.daemon.cli.client import DaemonClient, find_daemon
-from quantd.daemon.cli.options import client_options, json_option
+from quantd.daemon.cli.options import client_options, json_option, settings_options
 from quantd.daemon.cli.output import format_bytes, print_json, print_table, progress
-from quantd.daemon.config import client_sockets
+from quantd.daemon.config import EngineOptions, client_sockets, parse_flags
 
 _STOP_SECONDS = 120.0
 
 
 @click.command("load")
 @click.argument("name")
+@settings_options(EngineOptions)
 @client_options
 @json_option
-def load_command(name: str, socket: str | None, host: str | None, as_json: bool) -> None:
-    """Load a model into memory."""
-    info = load_model(find_daemon(client_sockets(socket), host), name)
+def load_command(name: str, socket: str | None, host: str | None, as_json: bool, **flags: object) -> None:
+    """Load a model into memory. Options that are not given are the daemon's."""
+    options = parse_flags(EngineOptions, flags)
+    info = load_model(find_daemon(client_sockets(socket), host), name, options)
     if as_json:
         print_json(info)
     else:
@@ -84,11 +86,14 @@ def stop_command(socket: str | None, host: str | None, as_json: bool) -> None:
         click.echo("Stopped." if ended else f"Process {pid} still finishes its requests.")
 
 
-def load_model(client: DaemonClient, name: str) -> dict[str, Any]:
-    """Load a model, with its progress on stderr; what the daemon says of it. Raises DaemonError."""
+def load_model(client: DaemonClient, name: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Load a model, with its progress on stderr; what the daemon says of it. Raises DaemonError.
+
+    `options` are fields of EngineOptions for this model alone.
+    """
     info: dict[str, Any] = {}
     with progress() as report:
-        for line in client.lines("/quantd/load", {"model": name}):
+        for line in client.lines("/quantd/load", {"model": name, "options": options or {}}):
             if line["status"] == "loading":
                 report(f"loading {name}", line.get("done", 0), line.get("total") or None)
             else:

@@ -16,7 +16,7 @@ from quantd.daemon.cli.options import client_options, json_option
 from quantd.daemon.cli.output import print_json
 from quantd.daemon.cli.spawn import daemon_for_command
 from quantd.daemon.config import Paths
-from quantd.daemon.errors import DaemonError
+from quantd.daemon.errors import DaemonError, ModelNotFoundError
 
 
 @click.command("run")
@@ -77,8 +77,10 @@ def _load(client: DaemonClient, name: str, pull: bool) -> dict[str, Any]:
     try:
         return load_model(client, name)
     except DaemonError as error:
-        if error.code != "model_not_found" or not (pull or _wants_pull(name)):
+        if error.code != "model_not_found":
             raise
+    if not (pull or _wants_pull(name)):
+        raise ModelNotFoundError(f"There is no {name} here. Fetch it with: quantd pull {name}")
     pull_model(name, None)
     return load_model(client, name)
 

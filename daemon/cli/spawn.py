@@ -65,7 +65,17 @@ def _start(socket: Path, output: int) -> subprocess.Popen[bytes]:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     return subprocess.Popen(
-        [sys.executable, "-m", "quantd.daemon.cli.main", "serve", "--socket", str(socket), "--port", "off"],
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "quantd.daemon.cli.main",
+            "serve",
+            "--socket",
+            str(socket),
+            "--port",
+            "off",
+        ],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=output,

@@ -41,6 +41,7 @@ class FakeDaemon:
     def __init__(self, folder: Path) -> None:
         self.socket = folder / "api.sock"
         self.bodies: list[dict[str, Any]] = []
+        self.loads: list[dict[str, Any]] = []
         self.chat_error: dict[str, Any] | None = None
         self.endless = False
         self.left = threading.Event()
@@ -74,7 +75,8 @@ class FakeDaemon:
         await runner.cleanup()
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
-        name = (await request.json())["model"]
+        self.loads.append(await request.json())
+        name = self.loads[-1]["model"]
         if name == "gone":
             error = {"message": "No model gone here; quantd pull gone", "code": "model_not_found"}
             return web.json_response({"error": error}, status=404)

@@ -56,7 +56,7 @@ def test_every_error_is_one_line(quantd, tmp_path: Path, fake_daemon: FakeDaemon
         (("serve", "--kv-dtype", "q9"), "--kv-dtype: 'q9' is not accepted; use one of int8, fp16"),
         (("ps", "--host", "nowhere"), "--host: 'nowhere' is not accepted; use HOST:PORT"),
         (("load", "broken", *at), "shard 2 is missing"),
-        (("run", "gone", "Hi", *at), "No model gone here"),
+        (("run", "gone", "Hi", *at), "There is no gone here. Fetch it with: quantd pull gone"),
     ]:
         done = quantd(*args)
         assert done.returncode == 1, args
@@ -91,6 +91,12 @@ def test_load_unload_stop(quantd, fake_daemon: FakeDaemon) -> None:
     )
     assert loaded.stderr == "loading tiny: 50 %\n"
     assert json.loads(quantd("load", "tiny", "--json", *at).stdout) == INFO
+    quantd("load", "tiny", "--kv-dtype", "f16", "--no-prefix-caching", "--kv-memory", "1M", *at)
+    assert fake_daemon.loads[-1]["options"] == {
+        "kv_dtype": "fp16",
+        "prefix_caching": False,
+        "kv_memory": 2**20,
+    }
     assert quantd("unload", "tiny", *at).stdout == "tiny is unloaded.\n"
     assert json.loads(quantd("stop", "--json", *at).stdout) == {"pid": STATUS["pid"], "stopped": True}
 
