@@ -1,0 +1,295 @@
+"""A running answer: the token events of its engine requests turned into deltas of text.
+
+Knows tokens, text and log probabilities; no models, templates or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Literal, Protocol, cast
+
+from quantd.daemon.errors import GenerationError
+from quantd.daemon.metrics import Metrics
+from quantd.daemon.text import StopStrings
+from quantd.daemon.tokenizer import Tokenizer
+from quantd.engine.request import Request, TokenEvent, TokenLogprob
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token of the text with its log probability; None for the first of a prompt.
+
+    data: the bytes that it adds to the text. shows: False for special tokens, which add none and have
+    their name there. top: bytes and log probability of the likeliest. offset: characters before it.
+    """
+
+    data: bytes
+    shows: bool
+    logprob: float | None
+    top: tuple[tuple[bytes, float], ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """The next piece of one choice. The last one of each choice has its finish_reason."""
+
+    index: int
+    text: str = ""
+    tokens: tuple[ScoredToken, ...] = ()
+    finish_reason: Finish | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens: each prompt counted once, all choices, and what the prefix cache spared."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Echo:
+    """A prompt that is repeated before its answer, with the log probabilities of its tokens where asked."""
+
+    def __init__(self, tokenizer: Tokenizer, ids: Sequence[int], text: str | None, scored: bool) -> None:
+        self._tokenizer = tokenizer
+        self._ids = ids
+        self._scored = scored
+        self._logprobs: list[TokenLogprob] = []
+        detokenizer = tokenizer.detokenizer(at_start=True)
+        parts = [detokenizer.feed(token_id) for token_id in ids]
+        self._lengths = [len(part) for part in parts]
+        self.text = "".join([*parts, detokenizer.flush()]) if text is None else text
+
+    def add(self, logprobs: Sequence[TokenLogprob]) -> None:
+        """Take the entries of the next prompt positions."""
+        self._logprobs.extend(logprobs)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that was asked of the prompt is known."""
+        return not self._scored or len(self._logprobs) >= len(self._ids) - 1
+
+    def tokens(self) -> tuple[ScoredToken, ...]:
+        """The prompt's tokens, if asked."""
+        if not self._scored:
+            return ()
+        offset, scored = 0, []
+        entries = [TokenLogprob(self._ids[0], 0.0), *self._logprobs]
+        for place, (entry, length) in enumerate(zip(entries, self._lengths, strict=True)):
+            scored.append(score(self._tokenizer, entry, offset, known=place > 0))
+            offset += length
+        return tuple(scored)
+
+
+def score(tokenizer: Tokenizer, entry: TokenLogprob, offset: int, known: bool = True) -> ScoredToken:
+    """An engine's entry in words."""
+    return ScoredToken(
+        data=tokenizer.token_bytes(entry.token_id),
+        shows=tokenizer.has_text(entry.token_id),
+        logprob=entry.logprob if known else None,
+        top=tuple((tokenizer.token_bytes(token_id), logprob) for token_id, logprob in entry.top),
+        offset=offset,
+    )
+
+
+class Choice:
+    """One continuation as text. A token's entry goes out with the first of its text that does."""
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, stops: Sequence[str], scored: bool, echo: Echo | None
+    ) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.num_cached = 0
+        self.finished = False
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer.detokenizer()
+        self._stops = StopStrings(stops)
+        self._scored = scored
+        self._echo = echo
+        self._decoded = self._released = 0 if echo is None else len(echo.text)
+        self._waiting: deque[ScoredToken] = deque()
+
+    def start(self) -> list[Delta]:
+        """What can be said before any event."""
+        if self._echo is None or not self._echo.complete:
+            return []
+        echo, self._echo = self._echo, None
+        return [Delta(self.index, echo.text, echo.tokens())]
+
+    def feed(self, event: TokenEvent) -> list[Delta]:
+        """The deltas that an event brings. Raises GenerationError where the engine gave the request up."""
+        if event.finish_reason in ("error", "abort"):
+            raise GenerationError(event.error or "the engine ended the request")
+        self.num_tokens += len(event.token_ids)
+        self.num_cached = event.num_cached or self.num_cached
+        if self._echo is not None:
+            self._echo.add(event.prompt_logprobs)
+        deltas = self.start()
+        text, met = self._take(event)
+        if met or event.finish_reason is not None:
+            reason = "stop" if met else cast(Finish, event.finish_reason)
+            return [*deltas, self._finish(text, reason, cut=met)]
+        tokens = self._release(text)
+        return [*deltas, Delta(self.index, text, tokens)] if text or tokens else deltas
+
+    def _take(self, event: TokenEvent) -> tuple[str, bool]:
+        """The text that an event sets free, and whether a stop string was met. A stop token has no text."""
+        ids = event.token_ids[:-1] if event.finish_reason == "stop" else event.token_ids
+        text = ""
+        for place, token_id in enumerate(ids):
+            if self._scored:
+                self._waiting.append(score(self._tokenizer, event.logprobs[place], self._decoded))
+            free, met = self._add(self._detokenizer.feed(token_id))
+            text += free
+            if met:
+                return text, True
+        if event.finish_reason is None:
+            return text, False
+        free, met = self._add(self._detokenizer.flush())
+        return text + free + ("" if met else self._stops.flush()), met
+
+    def _add(self, piece: str) -> tuple[str, bool]:
+        self._decoded += len(piece)
+        return self._stops.feed(piece)
+
+    def _finish(self, text: str, reason: Finish, cut: bool) -> Delta:
+        self.finished = True
+        tokens = self._release(text)
+        if not cut:
+            tokens += tuple(self._waiting)
+        return Delta(self.index, text, tokens, reason)
+
+    def _release(self, text: str) -> tuple[ScoredToken, ...]:
+        self._released += len(text)
+        tokens = []
+        while self._waiting and self._waiting[0].offset < self._released:
+            tokens.append(self._waiting.popleft())
+        return tuple(tokens)
+
+
+class TokenSource(Protocol):
+    """What gives the tokens: an engine."""
+
+    def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]: ...
+
+
+class Generation:
+    """An answer under way: an async iterator of Delta, and an async context that ends it.
+
+    Leaving the context aborts what still runs. model: the name that answers. jobs: the engine request of
+    each choice, n in a row for each prompt. on_close: called once at the end.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        model: str,
+        source: TokenSource,
+        jobs: Sequence[tuple[Request, Choice]],
+        n: int,
+        metrics: Metrics,
+        on_close: Callable[[], None],
+    ) -> None:
+        self.id = id
+        self.model = model
+        self._source = source
+        self._jobs = jobs
+        self._n = n
+        self._metrics = metrics
+        self._on_close = on_close
+        self._unfinished = len(jobs)
+        self._ready: asyncio.Queue[Delta | Exception] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(self._pump(request, choice)) for request, choice in jobs]
+
+    @property
+    def num_choices(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def usage(self) -> Usage:
+        """So far; complete once the iteration is over."""
+        firsts = self._jobs[:: self._n]
+        return Usage(
+            prompt_tokens=sum(len(request.prompt) for request, _ in firsts),
+            completion_tokens=sum(choice.num_tokens for _, choice in self._jobs),
+            cached_tokens=sum(choice.num_cached for _, choice in firsts),
+        )
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if not self._unfinished:
+            raise StopAsyncIteration
+        item = await self._ready.get()
+        if isinstance(item, Exception):
+            raise item
+        self._unfinished -= item.finish_reason is not None
+        return item
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._on_close()
+
+    async def _pump(self, request: Request, choice: Choice) -> None:
+        timer = self._metrics.timer(self.model)
+        reason = "abort"
+        try:
+            for delta in choice.start():
+                self._ready.put_nowait(delta)
+            async with aclosing(self._source.generate(request)) as events:
+                async for event in events:
+                    timer.tokens(len(event.token_ids))
+                    for delta in choice.feed(event):
+                        self._ready.put_nowait(delta)
+                        reason = delta.finish_reason or reason
+                    if choice.finished:
+                        break
+            if not choice.finished:
+                raise GenerationError("the engine ended the request without a reason")
+        # The boundary of a request: whatever happens in it is told to its reader and to no one else.
+        except Exception as error:
+            reason = "error"
+            self._ready.put_nowait(error)
+        finally:
+            timer.finish(reason)
+
+
+@dataclass
+class Answer:
+    """One whole choice."""
+
+    index: int
+    text: str = ""
+    tokens: list[ScoredToken] = field(default_factory=list)
+    finish_reason: Finish | None = None
+
+
+async def collect(generation: Generation) -> list[Answer]:
+    """The whole answer, as the fold of its deltas."""
+    answers = [Answer(index) for index in range(generation.num_choices)]
+    parts: list[list[str]] = [[] for _ in answers]
+    async for delta in generation:
+        parts[delta.index].append(delta.text)
+        answers[delta.index].tokens.extend(delta.tokens)
+        answers[delta.index].finish_reason = delta.finish_reason
+    for answer in answers:
+        answer.text = "".join(parts[answer.index])
+    return answers

@@ -1,0 +1,283 @@
+"""The models in memory: loaded on request, each by its own engine process, and unloaded.
+
+Knows names, states and processes; nothing of text or HTTP. Concurrent requests for one model share one
+load. Models are kept in order of use, the latest last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from quantd.daemon.errors import ModelNotFoundError
+from quantd.daemon.tokenizer import Tokenizer
+from quantd.engine.config import EngineConfig
+from quantd.engine.errors import CapacityError, EngineDiedError
+from quantd.engine.messages import ModelInfo, Stats
+from quantd.engine.request import Request, TokenEvent
+
+Progress = Callable[[int, int], None]
+State = Literal["loading", "ready", "unloading"]
+
+
+class Engine(Protocol):
+    """A running engine process, as `quantd.engine.client.EngineClient` is one."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    @property
+    def died(self) -> asyncio.Future[str]: ...
+
+    def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]: ...
+
+    async def stats(self) -> Stats: ...
+
+    async def close(self) -> None: ...
+
+
+class StoredModel(Protocol):
+    """A model on disk."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def created(self) -> float: ...
+
+
+class ModelStore(Protocol):
+    """Where models lie. `get` raises ModelNotFoundError."""
+
+    def get(self, name: str) -> StoredModel: ...
+
+    def list(self) -> Sequence[StoredModel]: ...
+
+
+StartEngine = Callable[[EngineConfig, Progress], Awaitable[Engine]]
+MakeConfig = Callable[[Path, Mapping[str, Any]], EngineConfig]
+
+
+class LoadedModel:
+    """A model that answers. num_requests: those that hold it now."""
+
+    def __init__(self, name: str, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.name = name
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.num_requests = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def acquire(self) -> None:
+        """Keep the model in memory until `release`."""
+        self.num_requests += 1
+        self._idle.clear()
+
+    def release(self) -> None:
+        """One request holds the model no more."""
+        self.num_requests -= 1
+        if not self.num_requests:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Return once no request holds the model."""
+        await self._idle.wait()
+
+
+class ModelEntry:
+    """A model on its way into memory, in it, or on its way out. progress: (done, total) bytes of weights."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state: State = "loading"
+        self.progress = (0, 0)
+        self.load: asyncio.Task[LoadedModel]
+        self.gone = asyncio.Event()
+        self._watchers: set[asyncio.Queue[None]] = set()
+
+    @property
+    def model(self) -> LoadedModel | None:
+        """The model, once it is loaded."""
+        failed = not self.load.done() or self.load.cancelled() or self.load.exception()
+        return None if failed else self.load.result()
+
+    async def loaded(self) -> LoadedModel:
+        """Wait for the load; the waiter's own end does not end it. Raises what the load raised."""
+        await asyncio.wait({self.load})
+        if self.load.cancelled():
+            raise EngineDiedError(f"{self.name} was unloaded while it was being loaded")
+        return self.load.result()
+
+    def report(self, done: int, total: int) -> None:
+        """Note how far the load is."""
+        self.progress = (done, total)
+        self._wake()
+
+    def _wake(self) -> None:
+        for watcher in self._watchers:
+            if watcher.empty():
+                watcher.put_nowait(None)
+
+    async def watch(self) -> AsyncIterator[tuple[int, int]]:
+        """The progress now and after each change, until the load is over."""
+        watcher: asyncio.Queue[None] = asyncio.Queue()
+        self._watchers.add(watcher)
+        self.load.add_done_callback(lambda _: self._wake())
+        try:
+            while not self.load.done():
+                yield self.progress
+                await watcher.get()
+        finally:
+            self._watchers.discard(watcher)
+
+
+class Models:
+    """All models of a daemon.
+
+    start: starts an engine. make_config: the record for a model folder with some options changed.
+    default: the model for requests that name none while nothing is loaded. drain_seconds: how long an
+    unload waits for the requests that run.
+    """
+
+    def __init__(
+        self,
+        store: ModelStore,
+        start: StartEngine,
+        make_config: MakeConfig,
+        default: str | None = None,
+        drain_seconds: float = 30.0,
+    ) -> None:
+        self.store = store
+        self._start = start
+        self._make_config = make_config
+        self._default = default
+        self._drain_seconds = drain_seconds
+        self._entries: dict[str, ModelEntry] = {}
+
+    @property
+    def entries(self) -> list[ModelEntry]:
+        """What is in memory or on its way, the latest used last."""
+        return list(self._entries.values())
+
+    async def acquire(self, name: str | None) -> LoadedModel:
+        """The model of this name, loaded if need be; its `release` must follow.
+
+        None or "default": the latest used, else the configured, else the only one there is. Raises
+        ModelNotFoundError, or what keeps the model from loading.
+        """
+        name = self._resolve(name)
+        for _ in range(3):
+            entry = await self.open(name)
+            model = await entry.loaded()
+            if entry.state == "ready" and not model.engine.died.done():
+                self._entries[name] = self._entries.pop(name)
+                model.acquire()
+                return model
+        raise EngineDiedError(f"the engine of {name} ends as soon as it is loaded; see the daemon's log")
+
+    async def open(self, name: str, options: Mapping[str, Any] | None = None) -> ModelEntry:
+        """The entry of a model that is loaded or loads from now on, a new load with these engine options."""
+        while entry := self._entries.get(name):
+            if entry.model is not None and entry.model.engine.died.done():
+                await self._close(entry)
+            elif entry.state == "unloading":
+                await entry.gone.wait()
+            else:
+                return entry
+        stored = self.store.get(name)
+        config = self._make_config(stored.path, options or {})
+        entry = self._entries[name] = ModelEntry(name)
+        entry.load = asyncio.create_task(self._load(entry, config))
+        entry.load.add_done_callback(lambda load: self._note_loaded(entry, load))
+        return entry
+
+    async def unload(self, name: str) -> None:
+        """Let the model's requests finish, for a while, then end its engine. Raises ModelNotFoundError."""
+        entry = self._entries.get(self._resolve(name))
+        if entry is None:
+            raise ModelNotFoundError(f"{name} is not loaded")
+        if entry.state == "unloading":
+            await entry.gone.wait()
+            return
+        entry.state = "unloading"
+        if entry.model is not None:
+            await _within(self._drain_seconds, entry.model.wait_idle())
+        await self._close(entry)
+
+    async def stats(self) -> dict[str, Stats]:
+        """The counters of each engine that answers, by model name."""
+        models = [entry.model for entry in self.entries if entry.model is not None]
+        found = await asyncio.gather(*(model.engine.stats() for model in models), return_exceptions=True)
+        pairs = zip(models, found, strict=True)
+        return {model.name: stats for model, stats in pairs if isinstance(stats, Stats)}
+
+    async def close(self) -> None:
+        """End all engines now."""
+        await asyncio.gather(*(self._close(entry) for entry in self.entries))
+
+    def _resolve(self, name: str | None) -> str:
+        if name is not None and (name in self._entries or name != "default"):
+            return name if name in self._entries else self.store.get(name).name
+        if self._entries:
+            return next(reversed(self._entries))
+        if self._default is not None:
+            return self.store.get(self._default).name
+        names = [stored.name for stored in self.store.list()]
+        if len(names) != 1:
+            known = ", ".join(names) or "none; get one with: quantd pull smollm2"
+            raise ModelNotFoundError(
+                f"no model is loaded, so the request must name one. Models here: {known}"
+            )
+        return names[0]
+
+    async def _load(self, entry: ModelEntry, config: EngineConfig) -> LoadedModel:
+        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path))
+        while True:
+            try:
+                return LoadedModel(entry.name, await self._start(config, entry.report), tokenizer)
+            except CapacityError:
+                if not await self._evict():
+                    raise
+
+    def _note_loaded(self, entry: ModelEntry, load: asyncio.Task[LoadedModel]) -> None:
+        """A failed load leaves no entry, so the next request tries again."""
+        if load.cancelled() or load.exception() is not None:
+            self._remove(entry)
+        elif entry.state == "loading":
+            entry.state = "ready"
+
+    async def _evict(self) -> bool:
+        """Unload the model that has been idle for longest; False where none is."""
+        for entry in self.entries:
+            if entry.state == "ready" and entry.model is not None and not entry.model.num_requests:
+                await self.unload(entry.name)
+                return True
+        return False
+
+    async def _close(self, entry: ModelEntry) -> None:
+        entry.state = "unloading"
+        entry.load.cancel()
+        await asyncio.wait({entry.load})
+        if entry.model is not None:
+            await entry.model.engine.close()
+        self._remove(entry)
+
+    def _remove(self, entry: ModelEntry) -> None:
+        entry.gone.set()
+        if self._entries.get(entry.name) is entry:
+            del self._entries[entry.name]
+
+
+async def _within(seconds: float, awaitable: Awaitable[object]) -> None:
+    """Wait for something, but no longer than this."""
+    try:
+        async with asyncio.timeout(seconds):
+            await awaitable
+    except TimeoutError:
+        pass

@@ -1,0 +1,145 @@
+"""The daemon as a process: sockets, signals, and the order of its start and end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.metadata
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from quantd.daemon.app import make_app
+from quantd.daemon.config import EngineOptions, ServeConfig
+from quantd.daemon.control import Control
+from quantd.daemon.errors import ListenError
+from quantd.daemon.metrics import Metrics
+from quantd.daemon.models import Models
+from quantd.daemon.service import Service
+from quantd.daemon.sockets import name_of, tcp_sockets, unix_socket
+from quantd.daemon.store import Store
+from quantd.engine.client import EngineClient
+from quantd.engine.config import EngineConfig
+from quantd.engine.errors import RequestError
+from quantd.kernels.errors import QuantdError
+
+_log = logging.getLogger(__name__)
+
+
+def run_server(config: ServeConfig) -> int:
+    """Serve until SIGTERM, SIGINT or a stop request; the exit status.
+
+    The first signal lets running requests finish for up to drain_seconds and gives 0, a second ends all
+    at once and gives 1. Raises ListenError, and ModelNotFoundError for a model to preload.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
+    with contextlib.ExitStack() as opened:
+        listeners = _listen(config, opened)
+        return asyncio.run(_serve(config, listeners))
+
+
+def _listen(config: ServeConfig, opened: contextlib.ExitStack) -> list[socket.socket]:
+    listeners = []
+    if config.socket is not None:
+        listeners.append(opened.enter_context(unix_socket(config.socket)))
+    if config.port is not None:
+        listeners += opened.enter_context(tcp_sockets(config.host, config.port))
+    if not listeners:
+        raise ListenError("nothing to listen on: give --socket or --port")
+    return listeners
+
+
+async def _serve(config: ServeConfig, listeners: list[socket.socket]) -> int:
+    models = Models(
+        Store(config.paths.models),
+        EngineClient.start,
+        lambda path, options: engine_config(config.engine, path, options),
+        default=config.model,
+        drain_seconds=config.drain_seconds,
+    )
+    preload = None if config.model is None else models.store.get(config.model).name
+    service = Service(models, Metrics(), config.max_queue)
+    control = Control(models, importlib.metadata.version("quantd"), [name_of(sock) for sock in listeners])
+    abort = _handle_signals(control.stop)
+    async with _running(make_app(service, control), listeners) as runner:
+        print("READY", *control.listening, file=sys.stderr, flush=True)
+        loading = None if preload is None else asyncio.create_task(_preload(models, preload))
+        await control.stop.wait()
+        finished = await _drain(service, runner, config.drain_seconds, abort)
+        if loading is not None:
+            loading.cancel()
+        await models.close()
+    return 0 if finished else 1
+
+
+def engine_config(base: EngineOptions, path: Path, options: Mapping[str, Any]) -> EngineConfig:
+    """The record for one model: the daemon's engine options with some changed by a request.
+
+    Raises RequestError naming an option that is unknown or has a bad value.
+    """
+    known = {field.name for field in dataclasses.fields(base)}
+    for name in options.keys() - known:
+        raise RequestError(
+            f"options.{name}: no such engine option; known: {', '.join(sorted(known))}", "options"
+        )
+    record = msgspec.structs.asdict(base.for_model(path)) | dict(options)
+    try:
+        return msgspec.convert(record, EngineConfig)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"options: {error}", "options") from None
+
+
+@contextlib.asynccontextmanager
+async def _running(app: web.Application, listeners: list[socket.socket]) -> AsyncIterator[web.AppRunner]:
+    """The app behind its sockets. A handler is cancelled when its client leaves."""
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
+    await runner.setup()
+    try:
+        for listener in listeners:
+            await web.SockSite(runner, listener).start()
+        yield runner
+    finally:
+        await runner.cleanup()
+
+
+def _handle_signals(stop: asyncio.Event) -> asyncio.Event:
+    """Let the first signal set `stop`; the event returned is set by the second."""
+    abort = asyncio.Event()
+
+    def on_signal() -> None:
+        (abort if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    return abort
+
+
+async def _preload(models: Models, name: str) -> None:
+    """Load a model at the start. A failure leaves the daemon up: the next request tries again."""
+    try:
+        entry = await models.open(name)
+        await entry.loaded()
+        _log.info("%s is loaded", name)
+    except QuantdError as error:
+        _log.error("%s cannot be loaded: %s", name, error)
+
+
+async def _drain(service: Service, runner: web.AppRunner, seconds: float, abort: asyncio.Event) -> bool:
+    """Accept no more, and wait for what runs; False where a second signal cut that short."""
+    service.refuse_new()
+    for site in list(runner.sites):
+        await site.stop()
+    waiters = [asyncio.create_task(service.wait_idle()), asyncio.create_task(abort.wait())]
+    await asyncio.wait(waiters, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for waiter in waiters:
+        waiter.cancel()
+    return not abort.is_set()

@@ -1,0 +1,199 @@
+"""The one neutral API of the daemon: a request in, a stream of deltas out. No HTTP, no dialect.
+
+`wire/` parses each dialect into these requests and writes the deltas in its own form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quantd.daemon.errors import OverloadedError
+from quantd.daemon.generation import Choice, Echo, Generation
+from quantd.daemon.metrics import Metrics
+from quantd.daemon.models import LoadedModel, Models
+from quantd.daemon.templates import Message
+from quantd.daemon.tokenizer import Tokenizer
+from quantd.engine.errors import ContextLengthError, RequestError
+from quantd.engine.request import INT64_MAX, Request, SamplingParams
+
+# Encoding that takes longer than a few milliseconds leaves the event loop free.
+_LONG_TEXT = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How to answer. sampling: its stop_token_ids are the client's own; the model's are added here.
+
+    n: choices for each prompt; a seeded request gives choice j the seed plus j. cache_salt: prompts
+    share cached prefixes only under the same salt.
+    """
+
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatRequest:
+    """A conversation to go on with. model None or "default": the one at hand."""
+
+    model: str | None
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] | None = None
+    documents: Sequence[dict[str, Any]] | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    options: Options = Options()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionRequest:
+    """Raw prompts, texts or token ids, to go on with. echo: repeat each prompt before its answer."""
+
+    model: str | None
+    prompts: Sequence[str | list[int]]
+    echo: bool = False
+    options: Options = Options()
+
+
+class Service:
+    """Answers requests with models that it loads as needed. max_queue: choices that may be under way."""
+
+    def __init__(self, models: Models, metrics: Metrics, max_queue: int) -> None:
+        self.models = models
+        self.metrics = metrics
+        self._closing = False
+        self._max_queue = max_queue
+        self._num_choices = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def chat(self, request: ChatRequest) -> Generation:
+        """Start to answer a conversation.
+
+        Raises before anything runs: RequestError, ContextLengthError, OverloadedError, and what keeps the
+        model from loading.
+        """
+        with ExitStack() as held:
+            model = await self._acquire(request.model, request.options.n, held)
+            if model.tokenizer.template is None:
+                raise RequestError(f"{model.name} has no chat template; use /v1/completions", "model")
+            text = model.tokenizer.template.render(
+                request.messages, request.tools, request.documents, request.template_variables
+            )
+            prompt = await _encode(model.tokenizer, text, raw=False)
+            return self._generate(model, [prompt], [None], request.options, held)
+
+    async def complete(self, request: CompletionRequest) -> Generation:
+        """Start to go on with raw prompts; choice j of prompt i has the index i * n + j. Raises as `chat`."""
+        options = request.options
+        with ExitStack() as held:
+            model = await self._acquire(request.model, options.n * len(request.prompts), held)
+            prompts = [
+                await _encode(model.tokenizer, prompt, raw=True) if isinstance(prompt, str) else prompt
+                for prompt in request.prompts
+            ]
+            texts = [prompt if isinstance(prompt, str) else None for prompt in request.prompts]
+            try:
+                return self._generate(model, prompts, texts, options, held, request.echo)
+            except ContextLengthError as error:
+                error.param = "prompt"
+                raise
+
+    def refuse_new(self) -> None:
+        """Take no more requests; those under way go on."""
+        self._closing = True
+
+    async def wait_idle(self) -> None:
+        """Return once no request is under way."""
+        await self._idle.wait()
+
+    async def _acquire(self, name: str | None, num_choices: int, held: ExitStack) -> LoadedModel:
+        """The model, held and counted until `held` is closed."""
+        if self._closing:
+            raise OverloadedError("the daemon is stopping")
+        if self._num_choices + num_choices > self._max_queue:
+            raise OverloadedError(
+                f"{self._num_choices} requests are under way and {num_choices} more would pass the limit of "
+                f"{self._max_queue} (max_queue); try again later"
+            )
+        self._count(num_choices)
+        held.callback(self._count, -num_choices)
+        model = await self.models.acquire(name)
+        held.callback(model.release)
+        return model
+
+    def _count(self, change: int) -> None:
+        self._num_choices += change
+        if self._num_choices:
+            self._idle.clear()
+        else:
+            self._idle.set()
+
+    def _generate(
+        self,
+        model: LoadedModel,
+        prompts: Sequence[list[int]],
+        texts: Sequence[str | None],
+        options: Options,
+        held: ExitStack,
+        echo: bool = False,
+    ) -> Generation:
+        """Check every engine request, then start them. texts: prompts as sent, None for token ids."""
+        generation_id = uuid.uuid4().hex
+        jobs = []
+        for index in range(len(prompts) * options.n):
+            place, number = divmod(index, options.n)
+            request = Request(
+                id=f"{generation_id}-{index}",
+                prompt=prompts[place],
+                sampling=_sampling(options, model, number, echo),
+                salt=options.cache_salt,
+            )
+            model.engine.info.check_request(request)
+            jobs.append((request, _choice(index, request, model.tokenizer, options, echo, texts[place])))
+        on_close = held.pop_all().close
+        return Generation(generation_id, model.name, model.engine, jobs, options.n, self.metrics, on_close)
+
+
+def _choice(
+    index: int, request: Request, tokenizer: Tokenizer, options: Options, echo: bool, text: str | None
+) -> Choice:
+    scored = request.sampling.logprobs is not None
+    repeated = Echo(tokenizer, request.prompt, text, scored) if echo else None
+    return Choice(index, tokenizer, options.stop, scored, repeated)
+
+
+def _sampling(options: Options, model: LoadedModel, number: int, echo: bool) -> SamplingParams:
+    """The engine's parameters of a prompt's choice `number`."""
+    sampling, vocab_size = options.sampling, model.engine.info.vocab_size
+    ends = tuple(
+        end for end in sorted(model.tokenizer.end_ids) if end < vocab_size and not options.ignore_eos
+    )
+    return msgspec.structs.replace(
+        sampling,
+        seed=None if sampling.seed is None else _wrap_int64(sampling.seed, number),
+        stop_token_ids=tuple(dict.fromkeys(ends + sampling.stop_token_ids)),
+        prompt_logprobs=sampling.logprobs if echo else None,
+    )
+
+
+def _wrap_int64(seed: int, number: int) -> int:
+    """seed + number. One that is no int64 stays as it is, for the engine's check to name it."""
+    if not -INT64_MAX - 1 <= seed <= INT64_MAX:
+        return seed
+    return (seed + number + INT64_MAX + 1) % (2 * (INT64_MAX + 1)) - INT64_MAX - 1
+
+
+async def _encode(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:
+    if len(text) < _LONG_TEXT:
+        return tokenizer.encode(text, raw)
+    return await asyncio.to_thread(tokenizer.encode, text, raw)

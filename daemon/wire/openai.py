@@ -1,0 +1,186 @@
+"""OpenAI's replies and streams: chat/completions, completions and models (OpenAI API reference).
+
+Token texts in log probabilities that are no whole characters are written `bytes:\\xNN`, as OpenAI does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from quantd.daemon.generation import Answer, Delta, ScoredToken, Usage
+from quantd.daemon.wire.errors import error_body
+from quantd.daemon.wire.stream import sse_frame
+
+# JSON has no infinity; OpenAI writes this for a token that cannot be.
+_MIN_LOGPROB = -9999.0
+
+
+class _Stream:
+    """What the two streams share: chunks with one id, usage if asked, `[DONE]`."""
+
+    content_type: ClassVar[str] = "text/event-stream"
+    ping: ClassVar[bytes] = b": ping\n\n"
+    object: ClassVar[str]
+
+    def __init__(self, id: str, model: str, num_choices: int, scored: bool, wants_usage: bool) -> None:
+        self._num_choices = num_choices
+        self._scored = scored
+        self._wants_usage = wants_usage
+        self._head = {"id": id, "object": self.object, "created": int(time.time()), "model": model}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
+        return sse_frame(self._head | {"choices": choices} | ({"usage": None} if self._wants_usage else {}))
+
+    def finish(self, usage: Usage) -> Sequence[bytes]:
+        asked = [sse_frame(self._head | {"choices": [], "usage": usage_object(usage)})]
+        return [*(asked if self._wants_usage else []), b"data: [DONE]\n\n"]
+
+    def error(self, error: Exception) -> Sequence[bytes]:
+        return [sse_frame(error_body(error)[1])]
+
+
+class ChatStream(_Stream):
+    """chat.completion.chunk events."""
+
+    object = "chat.completion.chunk"
+
+    def start(self) -> Sequence[bytes]:
+        opening = {"role": "assistant", "content": ""}
+        return [self._choice(index, opening, (), None) for index in range(self._num_choices)]
+
+    def delta(self, delta: Delta) -> Sequence[bytes]:
+        frames = []
+        if delta.text or delta.tokens:
+            frames.append(self._choice(delta.index, {"content": delta.text}, delta.tokens, None))
+        if delta.finish_reason is not None:
+            frames.append(self._choice(delta.index, {}, (), delta.finish_reason))
+        return frames
+
+    def _choice(
+        self, index: int, delta: dict[str, str], tokens: Sequence[ScoredToken], finish_reason: str | None
+    ) -> bytes:
+        logprobs = chat_logprobs(tokens) if self._scored and tokens else None
+        return self._chunk(
+            [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}]
+        )
+
+
+class CompletionStream(_Stream):
+    """text_completion events."""
+
+    object = "text_completion"
+
+    def start(self) -> Sequence[bytes]:
+        return []
+
+    def delta(self, delta: Delta) -> Sequence[bytes]:
+        logprobs = completion_logprobs(delta.tokens) if self._scored else None
+        choice = {"index": delta.index, "text": delta.text, "logprobs": logprobs}
+        return [self._chunk([choice | {"finish_reason": delta.finish_reason}])]
+
+
+def chat_reply(id: str, model: str, answers: Sequence[Answer], scored: bool, usage: Usage) -> dict[str, Any]:
+    """A whole chat.completion."""
+    choices = [
+        {
+            "index": answer.index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": chat_logprobs(answer.tokens) if scored else None,
+            "finish_reason": answer.finish_reason,
+        }
+        for answer in answers
+    ]
+    return _reply(id, "chat.completion", model, choices, usage)
+
+
+def completion_reply(
+    id: str, model: str, answers: Sequence[Answer], scored: bool, usage: Usage
+) -> dict[str, Any]:
+    """A whole text_completion."""
+    choices = [
+        {
+            "index": answer.index,
+            "text": answer.text,
+            "logprobs": completion_logprobs(answer.tokens) if scored else None,
+            "finish_reason": answer.finish_reason,
+        }
+        for answer in answers
+    ]
+    return _reply(id, "text_completion", model, choices, usage)
+
+
+def _reply(id: str, kind: str, model: str, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+    return {
+        "id": id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+        "choices": choices,
+        "usage": usage_object(usage),
+    }
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    """OpenAI's usage."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def chat_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    """The chat shape; the bytes of all entries join to the text."""
+    return {
+        "content": [
+            _entry(token.data, token.logprob)
+            | {"top_logprobs": [_entry(data, logprob) for data, logprob in token.top]}
+            for token in tokens
+            if token.shows
+        ],
+        "refusal": None,
+    }
+
+
+def _entry(data: bytes, logprob: float | None) -> dict[str, Any]:
+    return {"token": token_text(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def completion_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    """The older shape: parallel lists; the first token of a prompt has null."""
+    return {
+        "tokens": [token_text(token.data) for token in tokens],
+        "token_logprobs": [_finite(token.logprob) for token in tokens],
+        "top_logprobs": [_likeliest(token) for token in tokens],
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def _likeliest(token: ScoredToken) -> dict[str, float | None] | None:
+    """The likeliest by text, the token itself among them."""
+    if token.logprob is None:
+        return None
+    pairs = (*token.top, (token.data, token.logprob))
+    return {token_text(data): _finite(logprob) for data, logprob in pairs}
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _MIN_LOGPROB)
+
+
+def token_text(data: bytes) -> str:
+    """A token's bytes as text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def model_object(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
+    """One entry of /v1/models. The context is known only of models in memory."""
+    entry = {"id": name, "object": "model", "created": created, "owned_by": "quantd"}
+    known = {"max_model_len": max_model_len, "context_length": max_model_len}
+    return entry | (known if max_model_len is not None else {})

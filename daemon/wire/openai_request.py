@@ -1,0 +1,293 @@
+"""OpenAI's request bodies, parsed strictly and turned into neutral requests.
+
+Source: OpenAI API reference, chat/completions and completions, with the extras that local clients send
+(top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, cache_salt,
+chat_template_kwargs). null means the default, unknown fields are ignored, no value is coerced, and what
+would change the answer but is not supported is refused by name. Own rules: max_tokens -1 is "no limit";
+stream_options without stream is ignored; empty stop strings are none; text parts are joined by a newline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from quantd.daemon.service import ChatRequest, CompletionRequest, Options
+from quantd.daemon.templates import Message
+from quantd.engine.errors import RequestError
+from quantd.engine.request import MAX_LOGPROBS, SamplingParams
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+COMPLETION_TOKENS = 16
+
+Body = TypeVar("Body")
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class _Fields(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    grammar: Any = None
+    json_schema: Any = None
+    structured_outputs: Any = None
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def options(self, max_tokens: int | None, logprobs: int | None) -> Options:
+        """The neutral options. Raises RequestError naming a field that is out of bounds or unsupported."""
+        _refuse_unsupported(self, ("grammar", "json_schema", "structured_outputs"))
+        if self.response_format is not None and self.response_format.get("type") != "text":
+            raise RequestError("response_format: only type text is supported yet", "response_format")
+        n = 1 if self.n is None else self.n
+        if not 1 <= n <= MAX_CHOICES:
+            raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {n}", "n")
+        return Options(
+            sampling=self._sampling(max_tokens, logprobs),
+            n=n,
+            stop=_stop_strings(self.stop),
+            ignore_eos=bool(self.ignore_eos),
+            cache_salt=self.cache_salt or "",
+        )
+
+    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS if getattr(self, name) is not None}
+        return SamplingParams(
+            **given,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            max_tokens=None if max_tokens == -1 else max_tokens,
+            logprobs=logprobs,
+        )
+
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+)
+
+
+class FunctionCall(msgspec.Struct, frozen=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    function: FunctionCall
+    id: str | None = None
+    type: str = "function"
+
+
+class MessageBody(msgspec.Struct, frozen=True):
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatBody(_Fields, frozen=True, kw_only=True):
+    messages: list[MessageBody]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def neutral(self) -> ChatRequest:
+        """The neutral request. Raises RequestError."""
+        _refuse_unsupported(self, ("functions", "function_call"))
+        if self.tool_choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice: only none and auto are supported yet", "tool_choice")
+        if not self.messages:
+            raise RequestError("messages must hold at least one message", "messages")
+        return ChatRequest(
+            model=self.model,
+            messages=[_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)],
+            tools=self.tools,
+            documents=self.documents,
+            template_variables=self.chat_template_kwargs or {},
+            options=self.options(self._max_tokens(), self._num_logprobs()),
+        )
+
+    def _max_tokens(self) -> int | None:
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        limit: int | None = getattr(self, name)
+        if limit is not None and not (limit == -1 or 1 <= limit < 2**31):
+            raise RequestError(f"{name} must be at least 1, or -1 for no limit, got {limit}", name)
+        return limit
+
+    def _num_logprobs(self) -> int | None:
+        if self.top_logprobs is None:
+            return 0 if self.logprobs else None
+        _check_range("top_logprobs", self.top_logprobs, MAX_LOGPROBS)
+        if not self.logprobs and self.top_logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
+        return self.top_logprobs if self.logprobs else None
+
+
+class CompletionBody(_Fields, frozen=True, kw_only=True):
+    prompt: str | list[Any]
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: Any = None
+
+    def neutral(self) -> CompletionRequest:
+        """The neutral request. Raises RequestError."""
+        _refuse_unsupported(self, ("suffix",))
+        if self.best_of not in (None, self.n or 1):
+            raise RequestError("best_of: only the value of n is supported", "best_of")
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, MAX_LOGPROBS)
+        max_tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return CompletionRequest(
+            model=self.model,
+            prompts=_prompts(self.prompt),
+            echo=bool(self.echo),
+            options=self.options(max_tokens, self.logprobs),
+        )
+
+
+def parse(data: bytes, body: type[Body]) -> Body:
+    """A request body of this type. Raises RequestError naming the field at fault."""
+    try:
+        return msgspec.json.decode(data, type=body)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"invalid request: {error}", _param(str(error))) from None
+    except msgspec.DecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+
+
+def _param(message: str) -> str | None:
+    """The field that a msgspec error is about, as in `messages[0].content`."""
+    match = re.search(r"`\$\.([^`]*)`", message) or re.search(r"required field `(\w+)`", message)
+    return match[1] if match else None
+
+
+def _refuse_unsupported(body: msgspec.Struct, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(body, name) is not None:
+            raise RequestError(f"{name} is not supported yet", name)
+
+
+def _check_range(name: str, value: int, high: int) -> None:
+    if not 0 <= value <= high:
+        raise RequestError(f"{name} must be between 0 and {high}, got {value}", name)
+
+
+def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"stop must hold at most {MAX_STOPS} strings, got {len(stops)}", "stop")
+    return tuple(text for text in stops if text)
+
+
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+
+def _message(message: MessageBody, where: str) -> Message:
+    """A message as templates read it: content a text, arguments of calls an object."""
+    role = _ROLES.get(message.role)
+    if role is None:
+        raise RequestError(
+            f"{where}.role: {message.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role"
+        )
+    if message.content is None and role != "assistant":
+        raise RequestError(f"{where}.content is missing", f"{where}.content")
+    neutral: Message = {"role": role, "content": _content_text(message.content, f"{where}.content")}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name) is not None:
+            neutral[name] = getattr(message, name)
+    if message.tool_calls:
+        neutral["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return neutral
+
+
+def _content_text(content: str | list[dict[str, Any]] | None, where: str) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    for i, part in enumerate(content):
+        if part.get("type") != "text":
+            kind = part.get("type")
+            raise RequestError(f"{where}[{i}]: parts of type {kind!r} are not supported, only text", where)
+        if not isinstance(part.get("text"), str):
+            raise RequestError(f"{where}[{i}].text must be a string", f"{where}[{i}].text")
+    return "\n".join(part["text"] for part in content)
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    """Templates print arguments as JSON themselves, so the JSON text that clients send is read first."""
+    arguments: Any = call.function.arguments or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(msgspec.DecodeError):
+            arguments = msgspec.json.decode(arguments)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": call.type, "function": function} | ({} if call.id is None else {"id": call.id})
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    """A text, token ids, or a list of either kind; nothing mixed, and true and 1.5 are no ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt must not be an empty list", "prompt")
+    if all(type(item) is int for item in prompt):
+        return [prompt]
+    if len(prompt) > MAX_CHOICES:
+        raise RequestError(f"prompt must hold at most {MAX_CHOICES} prompts, got {len(prompt)}", "prompt")
+    texts = all(isinstance(item, str) for item in prompt)
+    if texts or all(_is_id_list(item) for item in prompt):
+        return prompt
+    raise RequestError("prompt must be a string, token ids, or a list of only one of the two", "prompt")
+
+
+def _is_id_list(item: object) -> bool:
+    return isinstance(item, list) and all(type(token_id) is int for token_id in item)

@@ -1,0 +1,111 @@
+"""A daemon in this process: the real app behind a Unix socket and a port, over engines without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from scripted_engine import ScriptedEngine, Engines, FakeStore, Script, repeat_prompt
+from fake_models import CHATML, write_model
+
+from quantd.daemon.app import make_app
+from quantd.daemon.control import Control
+from quantd.daemon.metrics import Metrics
+from quantd.daemon.models import Models
+from quantd.daemon.service import Service
+from quantd.daemon.sockets import tcp_sockets, unix_socket
+from quantd.engine.config import EngineConfig
+
+
+CASES = Path(__file__).parents[1] / "data" / "cases"
+
+
+def case(name: str) -> dict[str, Any]:
+    """The body of a handed case."""
+    return json.loads((CASES / f"{name}.json").read_text())["body"]
+
+
+def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an async test in a loop of its own."""
+
+    @functools.wraps(test)
+    def run(**fixtures: object) -> None:
+        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
+
+    return run
+
+
+@dataclass
+class Daemon:
+    """The daemon under test and ways to talk to it."""
+
+    path: Path
+    port: int
+    service: Service
+    engines: Engines
+    store: FakeStore
+    session: aiohttp.ClientSession
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        """The engine started last."""
+        return self.engines.started[-1]
+
+    async def post(self, path: str, body: object) -> tuple[int, Any]:
+        async with self.session.post(f"http://any-name{path}", json=body) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(f"http://any-name{path}") as response:
+            return response.status, await response.json()
+
+    async def stream(self, path: str, body: object) -> str:
+        async with self.session.post(f"http://any-name{path}", json=body) as response:
+            assert response.status == 200, await response.text()
+            assert response.headers["Content-Type"].startswith("text/event-stream")
+            return (await response.read()).decode()
+
+    async def settle(self) -> None:
+        """Wait until no request runs any more."""
+        async with asyncio.timeout(10):
+            while any(engine.running for engine in self.engines.started):
+                await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def running_daemon(
+    script: Script = repeat_prompt, template: str | None = CHATML, max_queue: int = 512
+) -> AsyncIterator[Daemon]:
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as opened:
+        folder = Path(name)
+        store, engines = FakeStore(), Engines(script)
+        store.add("tiny", write_model(folder / "tiny", template))
+        models = Models(
+            store,
+            engines.start,
+            lambda path, options: EngineConfig(model_path=str(path), **options),
+            drain_seconds=5.0,
+        )
+        service = Service(models, Metrics(), max_queue)
+        listeners = [opened.enter_context(unix_socket(folder / "api.sock"))]
+        listeners += opened.enter_context(tcp_sockets("127.0.0.1", 0))
+        control = Control(models, "0.0.0", ["unix"])
+        runner = web.AppRunner(make_app(service, control), handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        for listener in listeners:
+            await web.SockSite(runner, listener).start()
+        connector = aiohttp.UnixConnector(str(folder / "api.sock"))
+        async with aiohttp.ClientSession(connector=connector) as session:
+            port = listeners[1].getsockname()[1]
+            yield Daemon(folder / "api.sock", port, service, engines, store, session)
+        await runner.cleanup()
+        await models.close()

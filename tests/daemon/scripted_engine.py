@@ -1,0 +1,166 @@
+"""An engine without a model: it says what a script tells it, and knows what runs in it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quantd.daemon.errors import ModelNotFoundError
+from quantd.daemon.models import Progress
+from quantd.engine.config import EngineConfig
+from quantd.engine.errors import EngineDiedError
+from quantd.engine.messages import ModelInfo, Stats
+from quantd.engine.request import Request, TokenEvent, TokenLogprob
+
+INFO = ModelInfo(
+    architecture="llama",
+    backend="fake",
+    vocab_size=514,
+    max_model_len=512,
+    weight_bytes=1000,
+    kv_dtype="int8",
+    kv_bytes=4096,
+    kv_bytes_per_token=8,
+    block_size=16,
+    num_blocks=64,
+    load_seconds=0.1,
+)
+Script = Callable[[Request], Sequence[int]]
+
+
+def repeat_prompt(request: Request) -> Sequence[int]:
+    """Say the prompt's ids over and over."""
+    return request.prompt * 600
+
+
+class ScriptedEngine:
+    """Each step gives one token of the script. `gate`, while cleared, holds all steps."""
+
+    def __init__(self, script: Script = repeat_prompt) -> None:
+        self.info = INFO
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.script = script
+        self.running: dict[str, Request] = {}
+        self.seen: list[Request] = []
+        self.aborted: list[str] = []
+        self.closed = False
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        self.running[request.id] = request
+        self.seen.append(request)
+        finished = False
+        try:
+            for event in self._events(request):
+                await self._step()
+                finished = event.finish_reason is not None
+                yield event
+        finally:
+            del self.running[request.id]
+            if not finished:
+                self.aborted.append(request.id)
+
+    async def _step(self) -> None:
+        await asyncio.sleep(0)
+        waiters = [asyncio.ensure_future(self.gate.wait()), self.died]
+        await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
+        if self.died.done():
+            raise EngineDiedError(self.died.result())
+
+    def _events(self, request: Request) -> Sequence[TokenEvent]:
+        sampling = request.sampling
+        room = self.info.max_request_len - len(request.prompt)
+        limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        prompt_logprobs = []
+        if sampling.prompt_logprobs is not None:
+            prompt_logprobs = [self._logprob(token, sampling.prompt_logprobs) for token in request.prompt[1:]]
+        head = TokenEvent(
+            request_id=request.id,
+            num_cached=len(request.prompt) // 2,
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=None if limit else "length",
+        )
+        events = [head]
+        for count, token in enumerate(self.script(request), 1):
+            if count > limit:
+                break
+            reason = "stop" if token in sampling.stop_token_ids else "length" if count == limit else None
+            events.append(self._event(request, token, reason))
+            if reason:
+                break
+        return events
+
+    def _event(self, request: Request, token: int, reason: str | None) -> TokenEvent:
+        asked = request.sampling.logprobs
+        logprobs = [] if asked is None else [self._logprob(token, asked)]
+        return TokenEvent(request_id=request.id, token_ids=[token], logprobs=logprobs, finish_reason=reason)
+
+    def _logprob(self, token: int, top: int) -> TokenLogprob:
+        likeliest = [(token, -0.5), (60, -1.5), (61, -math.inf)]
+        return TokenLogprob(token, -0.5, likeliest[:top])
+
+    async def stats(self) -> Stats:
+        held = 2 * len(self.running)
+        return Stats(
+            num_running=len(self.running),
+            blocks_total=64,
+            blocks_free=64 - held,
+            generated_tokens=7,
+            aborts=len(self.aborted),
+        )
+
+    async def close(self) -> None:
+        self.closed = True
+        if not self.died.done():
+            self.died.set_result("closed")
+
+
+@dataclass
+class FakeStored:
+    name: str
+    path: Path
+    created: float = 1700000000.5
+
+
+@dataclass
+class FakeStore:
+    models: dict[str, FakeStored] = field(default_factory=dict)
+
+    def get(self, name: str) -> FakeStored:
+        if name not in self.models:
+            raise ModelNotFoundError(f"no model {name!r}")
+        return self.models[name]
+
+    def list(self) -> list[FakeStored]:
+        return list(self.models.values())
+
+    def add(self, name: str, path: Path) -> None:
+        self.models[name] = FakeStored(name, path)
+
+
+@dataclass
+class Engines:
+    """Starts engines and keeps them. `failures` are raised by the next starts, first one first."""
+
+    script: Script = repeat_prompt
+    started: list[ScriptedEngine] = field(default_factory=list)
+    configs: list[EngineConfig] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
+    release: asyncio.Event | None = None
+
+    async def start(self, config: EngineConfig, on_progress: Progress) -> ScriptedEngine:
+        self.configs.append(config)
+        for done in (0, 500, 1000):
+            on_progress(done, 1000)
+            await asyncio.sleep(0)
+        if self.release is not None:
+            await self.release.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        engine = ScriptedEngine(self.script)
+        self.started.append(engine)
+        return engine
