@@ -23,7 +23,7 @@ check: $(VENV)/.test
 	$(BIN)/mypy -p quantd
 
 bench: $(VENV)/.bench
-	$(BIN)/python tests/bench/run.py
+	@set -e; for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -40,7 +40,7 @@ def chat(conversation: Conversation, history: Path, verbose: bool) -> None:
                 if message.startswith("/") and not fenced:
                     _obey(conversation, message)
                 elif message.strip():
-                    _answer(conversation, message, verbose)
+                    print_answer(conversation, message, verbose)
             except KeyboardInterrupt:
                 click.echo()
             except DaemonError as error:
@@ -61,7 +61,8 @@ def _read_message() -> tuple[str, bool]:
     return text.removesuffix(_FENCE).strip("\n"), True
 
 
-def _answer(conversation: Conversation, message: str, verbose: bool) -> None:
+def print_answer(conversation: Conversation, message: str, verbose: bool) -> None:
+    """Ask, and print the answer as it comes. Raises DaemonError."""
     answer = conversation.ask(message, lambda text: click.echo(text, nl=False))
     click.echo()
     if verbose:

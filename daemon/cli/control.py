@@ -123,7 +123,7 @@ def _stop_and_wait(client: DaemonClient, pid: int) -> bool:
     """Whether the daemon's process has ended in time; true also where it cannot be seen from here."""
     try:
         process = os.pidfd_open(pid)
-    except OSError:
+    except (OSError, AttributeError):  # gone already, out of sight, or a system other than Linux
         client.post("/quantd/stop", {})
         return True
     try:

@@ -60,6 +60,18 @@ def progress() -> Iterator[Progress]:
         yield report
 
 
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """A sign of life on a terminal while something short is waited for."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console  # 0.1 s that only a terminal needs
+
+    with Console(stderr=True).status(text):
+        yield
+
+
 def _plain_progress() -> Progress:
     """A line for each stage and each further quarter of it."""
     said: dict[str, int] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from quantd.daemon.cli.chat import chat
+from quantd.daemon.cli.chat import chat, print_answer
 from quantd.daemon.cli.client import DaemonClient
 from quantd.daemon.cli.control import describe, load_model
 from quantd.daemon.cli.conversation import Answer, Conversation
@@ -55,8 +55,10 @@ def run_command(
         conversation = Conversation(client, name, system, given)
         if prompt is None:
             chat(conversation, paths.state / "chat_history", verbose)
+        elif as_json:
+            print_json(_as_dict(conversation, conversation.ask(prompt, lambda text: None)))
         else:
-            _answer(conversation, prompt, as_json, verbose)
+            print_answer(conversation, prompt, verbose)
 
 
 def _prompt(argument: str | None) -> str | None:
@@ -88,16 +90,6 @@ def _load(client: DaemonClient, name: str, pull: bool) -> dict[str, Any]:
 def _wants_pull(name: str) -> bool:
     on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
     return on_terminal and click.confirm(f"There is no {name} here. Fetch it?", default=True, err=True)
-
-
-def _answer(conversation: Conversation, prompt: str, as_json: bool, verbose: bool) -> None:
-    if as_json:
-        print_json(_as_dict(conversation, conversation.ask(prompt, lambda text: None)))
-        return
-    answer = conversation.ask(prompt, lambda text: click.echo(text, nl=False))
-    click.echo()
-    if verbose:
-        click.echo(answer.summary, err=True)
 
 
 def _as_dict(conversation: Conversation, answer: Answer) -> dict[str, Any]:

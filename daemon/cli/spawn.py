@@ -15,6 +15,7 @@ from types import FrameType
 from typing import NoReturn
 
 from quantd.daemon.cli.client import DaemonClient, find_daemon
+from quantd.daemon.cli.output import spinner
 from quantd.daemon.config import client_sockets
 from quantd.daemon.errors import DaemonError, NoDaemonError
 
@@ -51,7 +52,9 @@ def own_daemon(log: Path) -> Iterator[DaemonClient]:
         with _hangup_ends_the_block():
             process = _start(socket, output.fileno())
             try:
-                yield _wait_until_healthy(process, DaemonClient(socket), log)
+                with spinner("starting a daemon ..."):
+                    _wait_until_healthy(process, DaemonClient(socket), log)
+                yield DaemonClient(socket)
             finally:
                 _stop(process)
 
@@ -84,7 +87,7 @@ def _start(socket: Path, output: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], client: DaemonClient, log: Path) -> DaemonClient:
+def _wait_until_healthy(process: subprocess.Popen[bytes], client: DaemonClient, log: Path) -> None:
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -94,7 +97,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], client: DaemonClient, 
         except NoDaemonError:
             time.sleep(0.05)
         else:
-            return client
+            return
     raise DaemonError(f"The daemon did not answer within {_START_SECONDS:g} seconds; see {log}")
 
 
