@@ -28,7 +28,6 @@ Linear = tuple[PackedWeight, ...]
 # Where tensors of the decoder begin: in a causal model, a multimodal one (transformers 4, 5), a bare one.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 _HEADS = ("lm_head", "language_model.lm_head")
-_ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class _Reader:
             layers=tuple(self._layer(prefix) for prefix in self._layout.layers),
             final_norm=self._norm(self._layout.final_norm, self._spec.hidden_size),
             head=head,
-            ropes=self._ropes(),
+            ropes=tuple(rope_table(rope, self._spec.max_model_len) for rope in self._spec.ropes),
         )
 
     def _vocabulary(self) -> tuple[PackedWeight, PackedWeight]:
@@ -208,17 +207,6 @@ class _Reader:
             return None
         q, k = (self._norm(f"{prefix}.{name}", size) for name in (names.q_norm, names.k_norm))
         return QKNorm(q, k, self._spec.norm_eps)
-
-    def _ropes(self) -> tuple[RopeTable, ...]:
-        return tuple(
-            rope_table(rope, self._spec.max_model_len, self._rope_factors(rope.rotary_dim // 2))
-            for rope in self._spec.ropes
-        )
-
-    def _rope_factors(self, size: int) -> Tensor | None:
-        if not self._checkpoint.has(_ROPE_FACTORS):
-            return None
-        return self._checkpoint.tensor(_ROPE_FACTORS, (size,))
 
 
 def _first(candidates: Sequence[str], exists: Callable[[str], bool]) -> str:

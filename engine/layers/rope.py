@@ -43,14 +43,9 @@ class RopeSpec:
     scaling: RopeScaling
 
 
-def rope_table(spec: RopeSpec, max_model_len: int, factors: Tensor | None = None) -> RopeTable:
-    """Cosines and sines of positions 0 .. max_model_len - 1.
-
-    factors: float32 [rotary_dim / 2], by which frequencies are divided (GGUF's rope_freqs tensor).
-    """
+def rope_table(spec: RopeSpec, max_model_len: int) -> RopeTable:
+    """Cosines and sines of positions 0 .. max_model_len - 1."""
     frequencies = spec.scaling.frequencies(spec.base, spec.rotary_dim, max_model_len)
-    if factors is not None:
-        frequencies = frequencies / factors
     angles = torch.outer(torch.arange(max_model_len, dtype=torch.float32), frequencies)
     factor = spec.scaling.attention_factor
     return RopeTable(angles.cos() * factor, angles.sin() * factor)

@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig
 
-from quantd.engine.layers.rope import rope_table
 from quantd.engine.models.architectures import decoder_spec
 from quantd.quant.errors import CheckpointError, UnsupportedModelError
 
@@ -154,14 +152,3 @@ def test_the_served_length_is_the_models_unless_asked() -> None:
     assert decoder_spec(stretched, 8192).max_model_len == 8192
     with pytest.raises(UnsupportedModelError, match=r"8193.*8192"):
         decoder_spec(stretched, 8193)
-
-
-def test_rope_factors_of_a_gguf_divide_the_frequencies() -> None:
-    """GGUF stores llama3 scaling as a factor for each frequency."""
-    (plain,) = decoder_spec(llama()).ropes
-    (scaled,) = decoder_spec(llama(rope_scaling=LLAMA3)).ropes
-    factors = plain.scaling.frequencies(1e4, 32, 64) / scaled.scaling.frequencies(1e4, 32, 64)
-    assert factors.max() == pytest.approx(8.0)
-    ours, expected = rope_table(plain, 64, factors), rope_table(scaled, 64)
-    torch.testing.assert_close(ours.cos, expected.cos)
-    torch.testing.assert_close(ours.sin, expected.sin)

@@ -176,17 +176,6 @@ def test_leftovers_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_rope_factors_in_the_checkpoint_are_used() -> None:
-    checkpoint = make()
-    before = logits_of(checkpoint)
-    checkpoint.tensors["rope_freqs.weight"] = torch.full((8,), 4.0)
-    linear = FakeCheckpoint(
-        {**checkpoint.config, "rope_parameters": {"rope_type": "linear", "factor": 4.0}}, make().tensors
-    )
-    assert torch.equal(logits_of(checkpoint), logits_of(linear))
-    assert not torch.equal(logits_of(checkpoint), before)
-
-
 def test_progress_grows_to_the_whole() -> None:
     checkpoint = make()
     calls: list[tuple[int, int]] = []
