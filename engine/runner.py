@@ -65,18 +65,6 @@ class ModelRunner:
         for start in range(0, len(hidden), _PROMPT_ROWS):
             yield from self._decoder.logits(hidden[start : start + _PROMPT_ROWS]).numpy()
 
-    @torch.inference_mode()
-    def check_numerics(self) -> None:
-        """Run one forward over a block of tokens; raise NumericsError naming what gives NaN or Inf.
-
-        Writes to the pool's first block, so it must come before any request.
-        """
-        length = min(self.info.block_size, self.info.max_model_len)
-        prompt = [i % self.info.vocab_size for i in range(length)]
-        state = RequestState(Request(id="", prompt=prompt, sampling=SamplingParams()))
-        batch = build_batch(Plan((PlanEntry(state, 0, length, True, (0,)),)), self.info.block_size)
-        self._decoder.check_finite(batch.token_ids, batch.attention, self._kv)
-
 
 def _output(entry: PlanEntry, prompt_logits: Iterator[Row], sample: Sample | None) -> EntryOutput:
     """An entry's part of a step. Takes its own rows, all of them, from `prompt_logits`."""
@@ -120,10 +108,8 @@ def build_runner(config: EngineConfig, progress: Progress) -> ModelRunner:
     ops = select_ops(config.backend, config.activations, threads)
     decoder = Decoder(spec, load_weights(spec, checkpoint, ops, progress), ops)
     pool = _allocate_pool(config, spec)
-    info = _describe(config, decoder, pool, time.monotonic() - begun)
-    runner = ModelRunner(decoder, pool, Sampler(), info)
-    runner.check_numerics()
-    return runner
+    _check_numerics(decoder, pool)
+    return ModelRunner(decoder, pool, Sampler(), _describe(config, decoder, pool, time.monotonic() - begun))
 
 
 def _allocate_pool(config: EngineConfig, spec: DecoderSpec) -> KVPool:
@@ -137,6 +123,16 @@ def _allocate_pool(config: EngineConfig, spec: DecoderSpec) -> KVPool:
         raise CapacityError(
             f"no {num_blocks * size} bytes for the KV cache: {error}; lower kv_memory"
         ) from error
+
+
+@torch.inference_mode()
+def _check_numerics(decoder: Decoder, pool: KVPool) -> None:
+    """Run one forward over the pool's first block; raise NumericsError naming what gives NaN or Inf."""
+    length = min(pool.shape.block_size, decoder.spec.max_model_len)
+    prompt = [i % decoder.spec.vocab_size for i in range(length)]
+    state = RequestState(Request(id="", prompt=prompt, sampling=SamplingParams()))
+    batch = build_batch(Plan((PlanEntry(state, 0, length, True, (0,)),)), pool.shape.block_size)
+    decoder.check_finite(batch.token_ids, batch.attention, pool.layers())
 
 
 def _describe(config: EngineConfig, decoder: Decoder, pool: KVPool, load_seconds: float) -> ModelInfo:

@@ -1,0 +1,29 @@
+"""What all tests share: a home that is not the user's, and checkpoints to load."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+FIXTURES = Path(__file__).parent / "data" / "fixtures"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give the tests, and the processes that they start, an empty home of quantd."""
+    settings = [name for name in os.environ if name.startswith("QUANTD_") and name != "QUANTD_TEST_HOME"]
+    for name in settings:
+        del os.environ[name]
+    home = tempfile.mkdtemp(prefix="quantd-")
+    os.environ["QUANTD_HOME"] = home
+    config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+
+
+@pytest.fixture(scope="session")
+def fixture_folders() -> dict[str, Path]:
+    """Small checkpoints that other tools wrote, by name."""
+    return {folder.name: folder for folder in sorted(FIXTURES.iterdir())}
