@@ -2,10 +2,12 @@
 
 Knows tokens, not phases: a request has known tokens and computed ones, and a step closes part of the
 gap. Requests that run come first, in the order of their admission, then waiting ones, first come
-first served, under one token budget. Two things follow that nothing has to enforce:
+first served, under one token budget. Three things follow that nothing has to enforce:
 - A decode never starves behind a prefill. A prompt that does not end in its first step has taken all
   the budget left, so nobody is admitted behind it before its last chunk, and whoever runs before it
-  is served first. At most max_num_tokens requests run, so each of the decoding ones gets its token.
+  is served first. Each that runs takes a token or more, so no more are ever admitted than get one.
+- A preempted request does not come back in the same step to lose its blocks again: it wants all it
+  had and one for each that runs, and some are gone. Only what others hold can let it back in.
 - Nothing waits for ever. The oldest running request can take the blocks of all the others, and no
   request outgrows the pool; with nobody running, the head of the queue always fits.
 """
@@ -44,7 +46,7 @@ class Scheduler:
         self.info = info
         self.cache = CacheManager(info.num_blocks, info.block_size, config.prefix_caching)
         self.max_num_tokens = config.max_num_tokens
-        self.max_num_running = min(config.max_num_requests, config.max_num_tokens)
+        self.max_num_requests = config.max_num_requests
         self.running: list[RequestState] = []
         self.waiting: deque[RequestState] = deque()
         self.counters = Counters()
@@ -77,11 +79,8 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step. Not empty while there is work."""
         entries: list[PlanEntry] = []
-        num_preemptions = self.counters.preemptions
         self._plan_running(entries)
-        # Blocks freed by force are for those that run: a newcomer would be the next to lose them.
-        if self.counters.preemptions == num_preemptions:
-            self._plan_waiting(entries)
+        self._plan_waiting(entries)
         assert entries or not self.has_work, "no request can move"
         self.counters.steps += 1
         return Plan(tuple(entries))
@@ -112,7 +111,7 @@ class Scheduler:
         """Assert, between steps, that no block is lost, and that nothing runs beyond its limits."""
         self.cache.check(self._states())
         assert not any(state.blocks for state in self.waiting)
-        assert len(self.running) <= self.max_num_running
+        assert len(self.running) <= self.max_num_requests
         assert all(
             state.num_computed < state.num_tokens < self.info.max_request_len for state in self._states()
         )
@@ -134,7 +133,7 @@ class Scheduler:
     def _plan_waiting(self, entries: list[PlanEntry]) -> None:
         """Admit from the queue's head while seats, budget and blocks last."""
         budget = self.max_num_tokens - sum(entry.num_tokens for entry in entries)
-        while self.waiting and budget and len(self.running) < self.max_num_running:
+        while self.waiting and budget and len(self.running) < self.max_num_requests:
             state = self.waiting[0]
             # A block for each that runs, so that they do not need the newcomer's again in a few steps.
             if not self.cache.admit(state, headroom=len(self.running)):
