@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quantd.kernels.weights import Weight
 from quantd.quant.config_compressed_tensors import CompressedScheme, CompressedTensorsConfig
-from quantd.quant.errors import CheckpointError
-from quantd.quant.packing import affine, group, stream_words, unpack_padded, unpack_stream
+from quantd.quant.errors import CheckpointError, UnsupportedModelError
+from quantd.quant.packing import DENSE, PADDED, Packing, affine, group
 from quantd.quant.tensor_files import FLOATS, INTEGERS, TensorFiles
 
 
@@ -33,26 +33,34 @@ class CompressedTensorsFormat:
         scheme = self._scheme(module)
         groups = _num_groups(scheme, k)
         if self.files.has(f"{module}.weight_packed"):
-            widths = _packed_widths(k, scheme.bits)
-            self.files.check(f"{module}.weight_packed", ("I32",), *((n, width) for width in widths))
+            widths = {packing.words(k, scheme.bits) for packing in (DENSE, PADDED)}
+            self.files.check(f"{module}.weight_packed", ("I32",), *((n, width) for width in sorted(widths)))
+            if len(widths) == 1 and 32 % scheme.bits:
+                raise UnsupportedModelError(
+                    f"{module}: {k} inputs of {scheme.bits} bits are too few to tell how they are packed"
+                )
             if self.files.has(f"{module}.weight_shape"):
                 self.files.check(f"{module}.weight_shape", INTEGERS, (2,))
         else:
             self.files.check(f"{module}.weight", ("I8",), shape)
         scales = ((1,), (1, 1), ()) if scheme.strategy == "tensor" else ((n, groups),)
         self.files.check(f"{module}.weight_scale", FLOATS, *scales)
-        self._check_zeros(module, scheme, (n, groups))
+        self._check_zeros(module, scheme, shape, groups)
         self._check_order(module, scheme, k, groups)
 
-    def _check_zeros(self, module: str, scheme: CompressedScheme, shape: tuple[int, int]) -> None:
+    def _check_zeros(
+        self, module: str, scheme: CompressedScheme, shape: tuple[int, int], groups: int
+    ) -> None:
         name = f"{module}.weight_zero_point"
         if not self.files.has(name) and scheme.symmetric:
             return
-        n, groups = shape
-        if self.files.dtype(name) == "I32":
-            self.files.check(name, ("I32",), *((width, groups) for width in _packed_widths(n, scheme.bits)))
+        n, k = shape
+        if self.files.has(f"{module}.weight_packed") and self.files.dtype(name) == "I32":
+            words = self._packing(module, k, scheme.bits).words(n, scheme.bits)
+            self.files.check(name, ("I32",), (words, groups))
         else:
-            self.files.check(name, ("I8",), shape, *(((1,), (1, 1)) if scheme.strategy == "tensor" else ()))
+            whole = ((1,), (1, 1)) if scheme.strategy == "tensor" else ()
+            self.files.check(name, ("I8",), (n, groups), *whole)
 
     def _check_order(self, module: str, scheme: CompressedScheme, k: int, groups: int) -> None:
         name = f"{module}.weight_g_idx"
@@ -68,7 +76,7 @@ class CompressedTensorsFormat:
         scale = self.files.read(f"{module}.weight_scale").reshape(-1, groups).expand(n, groups)
         return group(
             self._codes(module, shape, bits),
-            affine(scale, self._zeros(module, (n, groups), bits)),
+            affine(scale, self._zeros(module, shape, groups, bits)),
             bits,
             scheme.group_size or k,
             self._group_index(module, groups),
@@ -92,17 +100,24 @@ class CompressedTensorsFormat:
         if self.files.has(stated) and self.files.read(stated).tolist() != [n, k]:
             found = self.files.read(stated).tolist()
             raise CheckpointError(f"tensor {stated}: expected {[n, k]}, found {found}")
-        return _unpack(self.files.read(f"{module}.weight_packed"), bits, k)
+        packing = self._packing(module, k, bits)
+        return packing.unpack(self.files.read(f"{module}.weight_packed"), bits, k)
 
-    def _zeros(self, module: str, shape: tuple[int, int], bits: int) -> Tensor | int:
+    def _packing(self, module: str, k: int, bits: int) -> Packing:
+        """Recent writers pack densely, older ones 32 // bits codes a word; the width of the weights tells."""
+        width = self.files.index[f"{module}.weight_packed"].shape[1]
+        return DENSE if width == DENSE.words(k, bits) else PADDED
+
+    def _zeros(self, module: str, shape: tuple[int, int], groups: int, bits: int) -> Tensor | int:
         """Zero points [N, G] with the offset of `_codes`."""
         name = f"{module}.weight_zero_point"
         if not self.files.has(name):
             return 1 << (bits - 1)
+        n, k = shape
         stored = self.files.read(name)
         if stored.dtype == torch.int32:
-            return _unpack(stored.t(), bits, shape[0]).t()
-        return _offset_bytes(stored, bits, name).reshape(-1, shape[1]).expand(shape)
+            return self._packing(module, k, bits).unpack(stored.t(), bits, n).t()
+        return _offset_bytes(stored, bits, name).reshape(-1, groups).expand(n, groups)
 
     def _group_index(self, module: str, groups: int) -> Tensor | None:
         name = f"{module}.weight_g_idx"
@@ -113,16 +128,6 @@ class CompressedTensorsFormat:
 
 def _num_groups(scheme: CompressedScheme, k: int) -> int:
     return -(-k // scheme.group_size) if scheme.group_size else 1
-
-
-def _packed_widths(count: int, bits: int) -> set[int]:
-    """Words of `count` codes: dense, as recent writers pack, or 32 // bits a word, as older ones did."""
-    return {stream_words(count, bits), -(-count // (32 // bits))}
-
-
-def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    dense = words.shape[-1] == stream_words(count, bits)
-    return unpack_stream(words, bits, count) if dense else unpack_padded(words, bits, count)
 
 
 def _offset_bytes(values: Tensor, bits: int, name: str) -> Tensor:

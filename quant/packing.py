@@ -7,6 +7,8 @@ compressed-tensors; every fix-up is done here, once, at load.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +56,22 @@ def unpack_padded(words: Tensor, bits: int, count: int) -> Tensor:
     return split_fields(words, bits, tuple(range(32 // bits)))[..., :count].contiguous()
 
 
+def padded_words(count: int, bits: int) -> int:
+    """int32 words that hold `count` codes with 32 // bits of them a word."""
+    return -(-count // (32 // bits))
+
+
+class Packing(NamedTuple):
+    """One way to pack codes into int32 words along the last axis."""
+
+    words: Callable[[int, int], int]
+    unpack: Callable[[Tensor, int, int], Tensor]
+
+
+DENSE = Packing(stream_words, unpack_stream)
+PADDED = Packing(padded_words, unpack_padded)
+
+
 def uniform_zero(stored: Tensor, bits: int) -> int | None:
     """1 where every stored zero point is the symmetric one of the v1 convention, 2 of v2, else None."""
     first = int(stored.flatten()[0])
@@ -82,9 +100,9 @@ def group(
 ) -> QuantizedWeight:
     """Codes uint8 [N, K] in input order, scale and offset [N, G] -> the runtime layout.
 
-    group_size: inputs a group, where g_idx is None. g_idx: [K] in 0..G-1, the group of each input;
-    columns are then sorted by group, stably. Groups of unequal size become runs of equal ones that
-    share their scale.
+    group_size: inputs a group, G = ceil(K / group_size) of them. g_idx: [K] in 0..G-1, the group of each
+    input (None: consecutive ones); columns are then sorted by group, stably. Groups of unequal size become
+    runs of equal size that share a scale.
     """
     scale, offset = scale_offset
     k = codes.shape[1]

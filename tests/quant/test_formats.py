@@ -369,6 +369,10 @@ def test_compressed_tensors_refusals(tmp_path):
     wide = {"weight": torch.full(SHAPE, 8, dtype=torch.int8), "weight_scale": torch.ones(N, 4)}
     with pytest.raises(CheckpointError, match=r"m\.weight: expected -8 to 7, found 8 to 8"):
         opened("wide", wide, compressed("int-quantized")).linear("m", SHAPE)
+    few = packed(*random_signed(3, 1, k=64)[:2], bits=3)
+    few |= {"weight_packed": torch.zeros(N, 2, dtype=torch.int32)}
+    with pytest.raises(UnsupportedModelError, match="m: 20 inputs of 3 bits are too few"):
+        opened("few", few, compressed("pack-quantized", num_bits=3)).check_linear("m", (N, 20))
     elsewhere = compressed("pack-quantized")
     elsewhere["config_groups"]["group_0"]["targets"] = ["other"]
     with pytest.raises(CheckpointError, match="no config group"):
