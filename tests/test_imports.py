@@ -118,29 +118,18 @@ def test_torch_free_at_run_time() -> None:
 
 
 def environment_reads(tree: ast.AST) -> list[str]:
-    """Every use of the environment but storing into it."""
+    """What reads variables: not a store into one, nor handing all on (`os.environ | {}`)."""
     names = {"environ", "getenv", "environb"}
-    stored = {
-        id(node.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
-    } | {
-        id(node.func.value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "setdefault"
-    }
-    parents = {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    assert not {f"os.{name}" for name in names} & imported(ast.walk(tree)), "write os.environ"
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     found = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in names]
-    assert not {f"os.{name}" for name in names} & imported(ast.walk(tree)), "use os.environ"
-    return [ast.unparse(_statement(node, parents)) for node in found if id(node) not in stored]
+    return [ast.unparse(parents[parents[node]]) for node in found if not _only_passes_on(parents[node])]
 
 
-def _statement(node: ast.AST, parents: dict[int, ast.AST]) -> ast.AST:
-    while isinstance(parents[id(node)], ast.expr):
-        node = parents[id(node)]
-    return node
+def _only_passes_on(use: ast.AST) -> bool:
+    stores = isinstance(use, ast.Subscript) and isinstance(use.ctx, ast.Store)
+    defaults = isinstance(use, ast.Attribute) and use.attr == "setdefault"
+    return stores or defaults or isinstance(use, ast.BinOp)
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path != ROOT / "daemon" / "config.py"], ids=str)

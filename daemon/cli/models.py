@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -11,6 +11,9 @@ import msgspec
 from quantd.daemon.cli.options import json_option
 from quantd.daemon.cli.output import format_bytes, format_time, print_json, print_table, progress
 from quantd.daemon.config import Paths
+
+if TYPE_CHECKING:
+    from quantd.daemon.store import Store, StoredModel
 
 
 @click.command("pull")
@@ -23,7 +26,7 @@ def pull_command(spec: str, name: str | None, as_json: bool) -> None:
     if as_json:
         print_json(_as_dict(model))
     else:
-        click.echo(f"{model.name} is here: {format_bytes(model.size)} in {model.path}")
+        click.echo(f"{model.name} is here: {format_bytes(model.bytes)} in {model.path}")
 
 
 @click.command("import")
@@ -38,7 +41,7 @@ def import_command(path: Path, name: str | None, copy: bool, as_json: bool) -> N
     if as_json:
         print_json(_as_dict(model))
     else:
-        click.echo(f"{model.name} is here: {format_bytes(model.size)} in {model.path}")
+        click.echo(f"{model.name} is here: {format_bytes(model.bytes)} in {model.path}")
 
 
 @click.command("list")
@@ -78,22 +81,23 @@ def rm_command(names: tuple[str, ...], as_json: bool) -> None:
         click.echo(f"Removed {', '.join(names)}.")
 
 
-def pull_model(spec: str, name: str | None) -> Any:
-    """Fetch a model with its progress on stderr. Raises StoreError."""
+def pull_model(spec: str, name: str | None) -> StoredModel:
+    """Fetch a model with its progress on stderr. Raises StoreError, ModelNotFoundError, CheckpointError."""
     with progress() as report:
         return _store().pull(spec, name, report)
 
 
-def _store() -> Any:
-    from quantd.daemon.store import Store  # reads checkpoints, which only these commands need
+def _store() -> Store:
+    from quantd.daemon.store import Store  # 0.1 s, which `quantd --help` need not wait for
 
     return Store(Paths.from_env().models)
 
 
-def _row(model: Any) -> tuple[object, ...]:
-    return model.name, format_bytes(model.size), model.format, model.architecture, format_time(model.modified)
+def _row(model: StoredModel) -> tuple[str, ...]:
+    size, modified = format_bytes(model.bytes), format_time(model.created)
+    return model.name, size, model.description, model.architecture, modified
 
 
-def _as_dict(model: Any) -> dict[str, Any]:
+def _as_dict(model: StoredModel) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(model, enc_hook=str)
     return fields

@@ -73,11 +73,11 @@ def spinner(text: str) -> Iterator[None]:
 
 
 def _plain_progress() -> Progress:
-    """A line for each stage and each further quarter of it."""
+    """A line for each stage and each further quarter of it. Totals can be estimates, so 100 % is the most."""
     said: dict[str, int] = {}
 
     def report(stage: str, done: int, total: int | None) -> None:
-        quarter = 4 * done // total if total else 0
+        quarter = min(4, 4 * done // total) if total else 0
         if said.get(stage, -1) >= quarter:
             return
         said[stage] = quarter

@@ -7,16 +7,17 @@ from typing import Any
 
 import click
 
+from quantd.daemon.catalogue import CATALOGUE
 from quantd.daemon.cli.chat import chat, print_answer
 from quantd.daemon.cli.client import DaemonClient
 from quantd.daemon.cli.control import describe, load_model
 from quantd.daemon.cli.conversation import Answer, Conversation
 from quantd.daemon.cli.models import pull_model
 from quantd.daemon.cli.options import client_options, json_option
-from quantd.daemon.cli.output import print_json
+from quantd.daemon.cli.output import format_bytes, print_json
 from quantd.daemon.cli.spawn import daemon_for_command
 from quantd.daemon.config import Paths
-from quantd.daemon.errors import DaemonError, ModelNotFoundError
+from quantd.daemon.errors import DaemonError
 
 
 @click.command("run")
@@ -48,7 +49,7 @@ def run_command(
         raise click.UsageError("--json needs a PROMPT.")
     paths = Paths.from_env()
     with daemon_for_command(socket, host, paths.log) as client:
-        info = _load(client, name, pull)
+        name, info = _load(client, name, pull)
         if verbose:
             click.echo(f"{name} over {client.url}: {describe(info)}", err=True)
         given = {key: value for key, value in sampling.items() if value is not None}
@@ -74,22 +75,24 @@ def _prompt(argument: str | None) -> str | None:
     return text
 
 
-def _load(client: DaemonClient, name: str, pull: bool) -> dict[str, Any]:
-    """Load the model; one that is missing is fetched first where the user wants that."""
+def _load(client: DaemonClient, name: str, pull: bool) -> tuple[str, dict[str, Any]]:
+    """Load the model; one that is missing is fetched first where the user wants that. Its name, and info."""
     try:
-        return load_model(client, name)
+        return name, load_model(client, name)
     except DaemonError as error:
-        if error.code != "model_not_found":
+        if error.code != "model_not_found" or not (pull or _wants_pull(name)):
             raise
-    if not (pull or _wants_pull(name)):
-        raise ModelNotFoundError(f"There is no {name} here. Fetch it with: quantd pull {name}")
-    pull_model(name, None)
-    return load_model(client, name)
+    fetched = pull_model(name, None).name
+    return fetched, load_model(client, fetched)
 
 
 def _wants_pull(name: str) -> bool:
-    on_terminal = sys.stdin.isatty() and sys.stderr.isatty()
-    return on_terminal and click.confirm(f"There is no {name} here. Fetch it?", default=True, err=True)
+    """Ask on a terminal whether to fetch a model that the catalogue has."""
+    if name not in CATALOGUE or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    entry = CATALOGUE[name]
+    size = format_bytes(entry.download_bytes)
+    return click.confirm(f"{name} is not here. Fetch {entry.title} ({size})?", default=True, err=True)
 
 
 def _as_dict(conversation: Conversation, answer: Answer) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def test_every_error_is_one_line(quantd, tmp_path: Path, fake_daemon: FakeDaemon
         (("serve", "--kv-dtype", "q9"), "--kv-dtype: 'q9' is not accepted; use one of int8, fp16"),
         (("ps", "--host", "nowhere"), "--host: 'nowhere' is not accepted; use HOST:PORT"),
         (("load", "broken", *at), "shard 2 is missing"),
-        (("run", "gone", "Hi", *at), "There is no gone here. Fetch it with: quantd pull gone"),
+        (("run", "gone", "Hi", *at), "No model gone here; quantd pull gone"),
     ]:
         done = quantd(*args)
         assert done.returncode == 1, args
