@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from scripted_engine import ScriptedEngine, Engines, FakeStore, Script, repeat_prompt
 from fake_models import CHATML, write_model
+from scripted_engine import Engines, FakeStore, Script, ScriptedEngine, repeat_prompt
 
 from quantd.daemon.app import make_app
 from quantd.daemon.control import Control
@@ -24,7 +24,6 @@ from quantd.daemon.models import Models
 from quantd.daemon.service import Service
 from quantd.daemon.sockets import tcp_sockets, unix_socket
 from quantd.engine.config import EngineConfig
-
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 

@@ -1,0 +1,95 @@
+"""What is read of a model folder's text side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fake_models import CHATML, byte_fallback_tokenizer, write_model
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+
+from quantd.daemon.tokenizer import Tokenizer
+from quantd.quant.errors import CheckpointError
+
+
+def test_end_ids_are_the_union_of_all_sources(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, CHATML)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 5, "text_config": {"eos_token_id": 6}}))
+    assert Tokenizer.load(folder).end_ids == {2, 5, 6, 7, 9, 513}
+
+
+def test_a_turn_end_counts_only_if_the_template_uses_it(tmp_path: Path) -> None:
+    assert Tokenizer.load(write_model(tmp_path, "{{ messages }}")).end_ids == {2}
+    assert Tokenizer.load(write_model(tmp_path, None)).end_ids == {2}
+
+
+@pytest.mark.parametrize(
+    ("config", "processed", "text", "starts_with_bos"),
+    [
+        ({"add_bos_token": True}, False, "hi", True),
+        ({"add_bos_token": False}, True, "hi", False),
+        ({}, True, "hi", True),
+        ({}, False, "hi", False),
+        ({"add_bos_token": True}, False, "<s>hi", True),
+    ],
+)
+def test_raw_prompts_get_the_tokenizers_own_bos_once(
+    tmp_path: Path, config: dict[str, object], processed: bool, text: str, starts_with_bos: bool
+) -> None:
+    core = byte_fallback_tokenizer()
+    if processed:
+        core.post_processor = TemplateProcessing(
+            single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+        )
+    core.save(str(tmp_path / "tokenizer.json"))
+    config |= {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ids = Tokenizer.load(tmp_path).encode(text, raw=True)
+    assert ids.count(1) == starts_with_bos and (ids[0] == 1) == starts_with_bos and 2 not in ids
+
+
+def test_rendered_text_gets_no_special_tokens_again(tmp_path: Path) -> None:
+    template = "{{ bos_token }}" + CHATML
+    folder = write_model(tmp_path, template, add_bos_token=True)
+    tokenizer = Tokenizer.load(folder)
+    messages = [{"role": "user", "content": "Say hi"}]
+    assert tokenizer.template is not None
+    ids = tokenizer.encode(tokenizer.template.render(messages))
+    oracle = AutoTokenizer.from_pretrained(folder)
+    expected = oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids == expected
+    assert ids.count(1) == 1
+
+
+@pytest.mark.parametrize(
+    "chat_template",
+    [CHATML, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHATML}]],
+)
+def test_templates_of_the_configuration(tmp_path: Path, chat_template: object) -> None:
+    tokenizer = Tokenizer.load(write_model(tmp_path, None, chat_template=chat_template))
+    assert tokenizer.template is not None and tokenizer.template.source == CHATML
+
+
+def test_template_files(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, None, chat_template="config")
+    extra = folder / "additional_chat_templates"
+    extra.mkdir()
+    (extra / "default.jinja").write_text("extra")
+    assert Tokenizer.load(folder).template.source == "extra"
+    (folder / "chat_template.jinja").write_text("file")
+    assert Tokenizer.load(folder).template.source == "file"
+
+
+def test_faults_name_the_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.load(tmp_path)
+    write_model(tmp_path)
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+        Tokenizer.load(tmp_path)
