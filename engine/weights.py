@@ -118,9 +118,7 @@ class _Layout:
 
     def log_leftovers(self) -> None:
         """Name once what the checkpoint holds and the decoder does not use."""
-        used = {name for name, _ in (*self.modules(), *self.norms())} | {
-            _ROPE_FACTORS.removesuffix(".weight")
-        }
+        used = {name for name, _ in (*self.modules(), *self.norms())}
         left = [name for name in self.checkpoint.names() if name.rpartition(".")[0] not in used]
         # Old checkpoints store the rotary frequencies, which follow from the config.
         left = [name for name in left if not name.endswith("rotary_emb.inv_freq")]
