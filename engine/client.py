@@ -37,6 +37,7 @@ from quantd.quant.errors import CheckpointError, UnsupportedModelError
 # -P: a file of the working directory must not pass for a module of the engine.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "quantd.engine.loop")
 EXIT_GRACE_SECONDS = 5.0
+_STDERR = 2
 
 _LOAD_ERRORS: dict[str, type[QuantdError]] = {
     **{error.__name__: error for error in (CheckpointError, UnsupportedModelError, CapacityError)},
@@ -128,7 +129,7 @@ class EngineClient:
     @classmethod
     async def _spawn(cls, command: Sequence[str], log: int | IO[bytes] | None) -> EngineClient:
         ours, theirs = socket.socketpair()
-        output = sys.stderr if log is None else log
+        output = _STDERR if log is None else log
         try:
             with theirs:
                 fd = theirs.fileno()

