@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CatalogueEntry:
-    """One row. source: as in `quantd pull SOURCE`. download_bytes: for the progress bar. The rest is for people."""
+    """One row. source: as for `quantd pull`. download_bytes: for the progress bar. The rest is for people."""
 
     name: str
     source: str

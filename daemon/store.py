@@ -117,7 +117,7 @@ class Store:
         return self.get(name)
 
     def remove(self, name: str) -> None:
-        """Delete the model's folder, of a linked model only the links; ModelNotFoundError if there is none."""
+        """Delete the model's folder, of a linked model only the links; ModelNotFoundError without one."""
         self.get(name)
         with self._locked(name, _silent):
             self._discard(name)
@@ -204,8 +204,8 @@ def _told_as(spec: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except QuantdError as error:
-        message = str(error).replace(str(folder), spec)
-        raise type(error)(message.replace(f"{spec}/{Path(spec).name}", spec)) from error
+        message = str(error).replace(str(folder), spec).replace(f"{spec}/{Path(spec).name}", spec)
+        raise type(error)(message if spec in message else f"{spec}: {message}") from error
 
 
 @contextmanager
