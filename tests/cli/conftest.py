@@ -16,9 +16,15 @@ Quantd = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def fake_daemon() -> Iterator[FakeDaemon]:
-    # A Unix socket's path has at most 107 bytes, and pytest's folders can be longer.
-    with tempfile.TemporaryDirectory(prefix="qd-") as folder, FakeDaemon(Path(folder)) as daemon:
+def short_folder() -> Iterator[str]:
+    """A folder for sockets: their paths have at most 107 bytes, and pytest's folders can be longer."""
+    with tempfile.TemporaryDirectory(prefix="qd-") as folder:
+        yield folder
+
+
+@pytest.fixture
+def fake_daemon(short_folder: str) -> Iterator[FakeDaemon]:
+    with FakeDaemon(Path(short_folder)) as daemon:
         yield daemon
 
 
