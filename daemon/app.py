@@ -19,15 +19,20 @@ from quantd.daemon.wire.stream import send_stream
 
 MAX_BODY = 64 * 2**20
 
+# Seconds of silence in a stream before a sign of life.
+PING_SECONDS = 5.0
+
 SERVICE = web.AppKey("service", Service)
+_PING = web.AppKey("ping_seconds", float)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def make_app(service: Service, control: Control) -> web.Application:
+def make_app(service: Service, control: Control, ping_seconds: float = PING_SECONDS) -> web.Application:
     """The whole surface over one service. Paths work with and without /v1, and with a slash at the end."""
     app = web.Application(middlewares=[answer_errors, refuse_foreign_sites], client_max_size=MAX_BODY)
     app[SERVICE] = service
     app[CONTROL] = control
+    app[_PING] = ping_seconds
     for method, path, handler in _ROUTES:
         for full_path in (f"/v1{path}", path):
             app.router.add_route(method, full_path + "{_:/?}", handler)
@@ -44,7 +49,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         id, scored = f"chatcmpl-{generation.id}", bool(body.logprobs)
         if body.streams:
             frames = openai.ChatStream(id, generation.model, generation.num_choices, scored, body.wants_usage)
-            return await send_stream(request, generation, frames)
+            return await send_stream(request, generation, frames, request.app[_PING])
         answers = await collect(generation)
         return json_response(openai.chat_reply(id, generation.model, answers, scored, generation.usage))
 
@@ -59,7 +64,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             frames = openai.CompletionStream(
                 id, generation.model, generation.num_choices, scored, body.wants_usage
             )
-            return await send_stream(request, generation, frames)
+            return await send_stream(request, generation, frames, request.app[_PING])
         answers = await collect(generation)
         return json_response(openai.completion_reply(id, generation.model, answers, scored, generation.usage))
 

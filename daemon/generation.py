@@ -245,8 +245,10 @@ class Generation:
     ) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._on_close()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:
+            self._on_close()
 
     async def _pump(self, request: Request, choice: Choice) -> None:
         timer = self._metrics.timer(self.model)

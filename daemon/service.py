@@ -85,7 +85,9 @@ class Service:
         with ExitStack() as held:
             model = await self._acquire(request.model, request.options.n, held)
             if model.tokenizer.template is None:
-                raise RequestError(f"{model.name} has no chat template; use /v1/completions", "model")
+                raise RequestError(
+                    f"the model {model.name} has no chat template; use /v1/completions", "model"
+                )
             text = model.tokenizer.template.render(
                 request.messages, request.tools, request.documents, request.template_variables
             )

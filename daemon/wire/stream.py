@@ -11,8 +11,6 @@ from aiohttp import web
 
 from quantd.daemon.generation import Delta, Generation, Usage
 
-PING_SECONDS = 5.0
-
 
 class StreamFormat(Protocol):
     """A dialect's stream, frame by frame. ping: a frame that clients skip."""
@@ -39,9 +37,12 @@ def sse_frame(data: object) -> bytes:
 
 
 async def send_stream(
-    request: web.Request, generation: Generation, frames: StreamFormat, ping_seconds: float = PING_SECONDS
+    request: web.Request, generation: Generation, frames: StreamFormat, ping_seconds: float
 ) -> web.StreamResponse:
-    """Send a generation as it comes. An error after the headers is told in the stream."""
+    """Send a generation as it comes, with a ping after so many seconds of silence.
+
+    An error after the headers is told in the stream.
+    """
     response = web.StreamResponse(headers={"Content-Type": frames.content_type, "Cache-Control": "no-cache"})
     await response.prepare(request)
     try:

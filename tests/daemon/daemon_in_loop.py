@@ -82,7 +82,10 @@ class Daemon:
 
 @contextlib.asynccontextmanager
 async def running_daemon(
-    script: Script = repeat_prompt, template: str | None = CHATML, max_queue: int = 512
+    script: Script = repeat_prompt,
+    template: str | None = CHATML,
+    max_queue: int = 512,
+    ping_seconds: float = 5.0,
 ) -> AsyncIterator[Daemon]:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as opened:
         folder = Path(name)
@@ -98,7 +101,9 @@ async def running_daemon(
         listeners = [opened.enter_context(unix_socket(folder / "api.sock"))]
         listeners += opened.enter_context(tcp_sockets("127.0.0.1", 0))
         control = Control(models, "0.0.0", ["unix"])
-        runner = web.AppRunner(make_app(service, control), handler_cancellation=True, shutdown_timeout=1.0)
+        runner = web.AppRunner(
+            make_app(service, control, ping_seconds), handler_cancellation=True, shutdown_timeout=1.0
+        )
         await runner.setup()
         for listener in listeners:
             await web.SockSite(runner, listener).start()

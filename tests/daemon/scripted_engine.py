@@ -32,8 +32,8 @@ Script = Callable[[Request], Sequence[int]]
 
 
 def repeat_prompt(request: Request) -> Sequence[int]:
-    """Say the prompt's ids over and over."""
-    return request.prompt * 600
+    """Say the prompt's ids over and over, but for special tokens."""
+    return ([token for token in request.prompt if 2 < token < 512] or [40]) * 600
 
 
 class ScriptedEngine:

@@ -1,0 +1,90 @@
+"""What the command line asks of a daemon, and the metrics page."""
+
+from __future__ import annotations
+
+import json
+
+from daemon_in_loop import in_loop, running_daemon
+from prometheus_client.parser import text_string_to_metric_families
+
+from quantd.quant.errors import CheckpointError
+
+HI = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+@in_loop
+async def test_load_tells_progress_and_the_models_info() -> None:
+    async with running_daemon() as daemon:
+        assert await daemon.get("/health") == (200, {"status": "ok"})
+        body = {"model": "tiny", "options": {"kv_dtype": "fp32"}}
+        async with daemon.session.post("http://x/quantd/load", json=body) as response:
+            assert response.headers["Content-Type"] == "application/x-ndjson"
+            *steps, last = [json.loads(line) for line in (await response.read()).splitlines()]
+        assert all(step["status"] == "loading" for step in steps)
+        assert last["status"] == "ready" and last["info"]["num_blocks"] == 64
+        assert daemon.engines.configs[0].kv_dtype == "fp32"
+        _, status = await daemon.get("/quantd/status")
+        (model,) = status["models"]
+        assert (model["name"], model["state"]) == ("tiny", "ready")
+        assert model["stats"]["blocks_free"] == 64 and model["info"] == last["info"]
+        assert status["listening"] == ["unix"] and status["pid"] and status["uptime_seconds"] >= 0
+        assert (await daemon.post("/quantd/unload", {"model": "tiny"}))[0] == 200
+        assert (await daemon.get("/quantd/status"))[1]["models"] == []
+
+
+@in_loop
+async def test_load_failures() -> None:
+    async with running_daemon() as daemon:
+        assert (await daemon.post("/quantd/load", {"model": "nosuch"}))[0] == 404
+        assert (await daemon.post("/quantd/load", {}))[0] == 400
+        assert (await daemon.post("/quantd/unload", {"model": "tiny"}))[0] == 404
+        daemon.engines.failures.append(CheckpointError("a shard is missing"))
+        async with daemon.session.post("http://x/quantd/load", json={"model": "tiny"}) as response:
+            *_, last = (await response.read()).splitlines()
+        assert json.loads(last)["error"]["message"] == "a shard is missing"
+
+
+@in_loop
+async def test_metrics() -> None:
+    async with running_daemon() as daemon:
+        await daemon.post("/v1/chat/completions", HI)
+        await daemon.post("/v1/chat/completions", HI | {"n": 2, "stop": "user"})
+        async with daemon.session.get("http://x/metrics") as response:
+            assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+            page = await response.text()
+        samples = {
+            (sample.name, sample.labels.get("finished_reason")): sample.value
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if "le" not in sample.labels
+        }
+        assert samples["quantd_requests_finished_total", "length"] == 1
+        assert samples["quantd_requests_finished_total", "stop"] == 2
+        assert samples["quantd_time_to_first_token_seconds_count", None] == 3
+        assert samples["quantd_e2e_request_latency_seconds_count", None] == 3
+        assert samples["quantd_inter_token_latency_seconds_count", None] >= 3
+        assert samples["quantd_num_requests_running", None] == 0
+        assert samples["quantd_kv_blocks_free", None] == 64
+        assert samples["quantd_kv_cache_usage_perc", None] == 0
+        assert samples["quantd_generation_tokens_total", None] == 7
+
+
+@in_loop
+async def test_sites_are_kept_out_of_the_port_but_not_the_socket() -> None:
+    async with running_daemon() as daemon:
+        assert (await daemon.get("/health"))[0] == 200  # in the name of any-name, over the socket
+        import aiohttp
+
+        async with aiohttp.ClientSession(base_url=f"http://127.0.0.1:{daemon.port}") as session:
+            for headers, status in (
+                ({}, 200),
+                ({"Host": "localhost:1"}, 200),
+                ({"Host": "[::1]:80", "Origin": "http://localhost:3000"}, 200),
+                ({"Host": "evil.example"}, 403),
+                ({"Host": "127.0.0.1.evil.example"}, 403),
+                ({"Origin": "https://evil.example"}, 403),
+                ({"Origin": "null"}, 403),
+                ({"Authorization": "Bearer x", "x-api-key": "y"}, 200),
+            ):
+                async with session.get("/health", headers=headers) as response:
+                    assert response.status == status, headers

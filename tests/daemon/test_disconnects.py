@@ -1,0 +1,110 @@
+"""A client that leaves takes its work with it (case c13), and a client that waits sees signs of life."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Callable
+
+import psutil
+import pytest
+from daemon_in_loop import Daemon, case, in_loop, running_daemon
+
+CHAT = "/v1/chat/completions"
+
+
+def open_request(daemon: Daemon, body: object, path: str = CHAT, tcp: bool = False) -> socket.socket:
+    """A raw connection on which a request was sent and nothing was read."""
+    data = json.dumps(body).encode()
+    if tcp:
+        connection = socket.create_connection(("127.0.0.1", daemon.port))
+    else:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(daemon.path))
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def num_running(daemon: Daemon) -> int:
+    return sum(len(engine.running) for engine in daemon.engines.started)
+
+
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
+@pytest.mark.parametrize("changes", [{"stream": False}, {"stream": True}, {"n": 4}, {"n": 4, "stream": True}])
+@pytest.mark.parametrize("reset", [False, True], ids=["close", "reset"])
+def test_leaving_aborts_at_once(changes: dict[str, object], tcp: bool, reset: bool) -> None:
+    async def leave() -> None:
+        async with running_daemon() as daemon:
+            await daemon.service.models.open("tiny")
+            await daemon.service.models.entries[0].loaded()
+            daemon.engine.gate.clear()
+            connection = open_request(daemon, case("c13") | {"max_tokens": 400} | changes, tcp=tcp)
+            await until(lambda: num_running(daemon) == changes.get("n", 1))
+            if reset:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.close()
+            await until(lambda: num_running(daemon) == 0)
+            assert len(daemon.engine.aborted) == changes.get("n", 1)
+            await daemon.service.wait_idle()
+            assert daemon.service.models.entries[0].model.num_requests == 0
+
+    in_loop(leave)()
+
+
+@in_loop
+async def test_leaving_in_the_middle_of_a_stream() -> None:
+    async with running_daemon() as daemon:
+        body = case("c13") | {"max_tokens": 400, "stream": True}
+        async with daemon.session.post(f"http://x{CHAT}", json=body) as response:
+            assert await response.content.readline()
+            daemon.engine.gate.clear()
+        await daemon.settle()
+        assert daemon.engine.aborted
+
+
+@in_loop
+async def test_leaving_while_the_model_loads() -> None:
+    async with running_daemon() as daemon:
+        daemon.engines.release = asyncio.Event()
+        connection = open_request(daemon, case("c13"))
+        await until(lambda: bool(daemon.engines.configs))
+        connection.close()
+        await daemon.service.wait_idle()
+        daemon.engines.release.set()
+        await until(lambda: daemon.service.models.entries[0].state == "ready")
+        assert not daemon.engine.seen
+
+
+@in_loop
+async def test_fifty_clients_leave_nothing_behind() -> None:
+    async with running_daemon() as daemon:
+        await daemon.post(CHAT, case("c13") | {"max_tokens": 2})
+        before = psutil.Process().num_fds()
+        for number in range(50):
+            connection = open_request(daemon, case("c13") | {"stream": number % 2 == 0, "n": 1 + number % 3})
+            await asyncio.sleep(0.002)
+            connection.close()
+        await until(lambda: num_running(daemon) == 0 and psutil.Process().num_fds() <= before)
+        await daemon.service.wait_idle()
+
+
+@in_loop
+async def test_a_silent_engine_does_not_make_a_silent_stream() -> None:
+    async with running_daemon(ping_seconds=0.01) as daemon:
+        body = case("c13") | {"max_tokens": 3, "stream": True}
+        await daemon.stream(CHAT, body)
+        daemon.engine.gate.clear()
+        async with daemon.session.post(f"http://x{CHAT}", json=body) as response:
+            while await response.content.readline() != b": ping\n":
+                pass
+            daemon.engine.gate.set()
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
