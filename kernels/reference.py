@@ -22,7 +22,7 @@ from quantd.kernels.weights import DenseWeight, Weight
 Activations = Literal["auto", "fp32"]
 
 # Weight elements dequantized at a time: bounds what a large vocabulary takes in passing.
-_CHUNK_ELEMENTS = 1 << 23
+_CHUNK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,12 @@ class PackedCodes:
 
     def rows(self, index: Tensor | slice) -> Tensor:
         """Rows `index` -> float64 [rows, K], columns in input order."""
-        k = self.num_inputs
+        groups, k = self.scale.shape[1], self.num_inputs
         codes = _unpack_codes(self.codes[index], self.bits)[:, :k]
-        scale = self.scale[index].double().repeat_interleave(self.group_size, 1)[:, :k]
-        offset = self.offset[index].double().repeat_interleave(self.group_size, 1)[:, :k]
-        values = codes * scale + offset
+        codes = functional.pad(codes, (0, groups * self.group_size - k))
+        values = codes.double().view(len(codes), groups, self.group_size)
+        values.mul_(self.scale[index].unsqueeze(2)).add_(self.offset[index].unsqueeze(2))
+        values = values.flatten(1)[:, :k]
         return values if self.inverse is None else values[:, self.inverse]
 
 
