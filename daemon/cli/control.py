@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from quantd.daemon.cli.client import DaemonClient, find_daemon
-from quantd.daemon.cli.options import client_options, json_option, settings_options
+from quantd.daemon.cli.options import client_options, json_option, model_argument, settings_options
 from quantd.daemon.cli.output import format_bytes, print_json, print_table, progress
 from quantd.daemon.config import EngineOptions, client_sockets, parse_flags
 
@@ -17,7 +17,7 @@ _STOP_SECONDS = 120.0
 
 
 @click.command("load")
-@click.argument("name")
+@model_argument
 @settings_options(EngineOptions)
 @client_options
 @json_option
@@ -32,7 +32,7 @@ def load_command(name: str, socket: str | None, host: str | None, as_json: bool,
 
 
 @click.command("unload")
-@click.argument("name")
+@model_argument
 @client_options
 @json_option
 def unload_command(name: str, socket: str | None, host: str | None, as_json: bool) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from quantd.daemon.cli.options import json_option
+from quantd.daemon.cli.options import json_option, model_argument
 from quantd.daemon.cli.output import format_bytes, format_time, print_json, print_table, progress
 from quantd.daemon.config import Paths
 
@@ -56,7 +56,7 @@ def list_command(as_json: bool) -> None:
 
 
 @click.command("show")
-@click.argument("name")
+@model_argument
 @json_option
 def show_command(name: str, as_json: bool) -> None:
     """Show what is known of a model."""

@@ -7,11 +7,23 @@ from typing import Any
 
 import click
 
+from quantd.daemon.config import Paths
 from quantd.daemon.settings import Setting, settings_of
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+
+def _complete_name(context: click.Context, parameter: click.Parameter, typed: str) -> list[str]:
+    """The models on disk, for the shell to complete."""
+    from quantd.daemon.store import Store  # 0.1 s, which only a completion needs
+
+    names = [model.name for model in Store(Paths.from_env().models).list()]
+    return [name for name in names if name.startswith(typed)]
+
+
+model_argument = click.argument("name", shell_complete=_complete_name)
 
 
 def client_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from quantd.daemon.cli.client import DaemonClient
 from quantd.daemon.cli.control import describe, load_model
 from quantd.daemon.cli.conversation import Answer, Conversation
 from quantd.daemon.cli.models import pull_model
-from quantd.daemon.cli.options import client_options, json_option
+from quantd.daemon.cli.options import client_options, json_option, model_argument
 from quantd.daemon.cli.output import format_bytes, print_json
 from quantd.daemon.cli.spawn import daemon_for_command
 from quantd.daemon.config import Paths
@@ -21,7 +21,7 @@ from quantd.daemon.errors import DaemonError
 
 
 @click.command("run")
-@click.argument("name")
+@model_argument
 @click.argument("prompt", required=False)
 @click.option("--system", metavar="TEXT", help="System message.")
 @click.option("--temperature", type=float, help="0 always takes the likeliest token.")

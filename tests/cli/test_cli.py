@@ -159,6 +159,16 @@ def test_a_reader_that_leaves_is_no_traceback(environment: dict[str, str], fake_
     assert fake_daemon.left.wait(10)
 
 
+def test_the_shell_completes_commands_and_models(quantd, environment: dict[str, str]) -> None:
+    folder = Path(environment["QUANTD_HOME"]) / "models" / "tiny"
+    folder.mkdir(parents=True)
+    manifest = {"name": "tiny", "source": "file:/x", "description": "", "architecture": "llama"}
+    (folder / "quantd.json").write_text(json.dumps(manifest | {"bytes": 1, "created": 0.0}))
+    for words, index, answer in (("quantd un", 1, "unload"), ("quantd run ti", 2, "tiny")):
+        done = quantd(_QUANTD_COMPLETE="bash_complete", COMP_WORDS=words, COMP_CWORD=str(index))
+        assert done.stdout.split() == [f"plain,{answer}"]
+
+
 def test_doctor_reports_without_a_daemon(quantd, environment: dict[str, str]) -> None:
     report = json.loads(quantd("doctor", "--json").stdout)
     assert report["versions"]["quantd"] == "0.1.0"
