@@ -1,0 +1,340 @@
+"""The daemon as users run it: `quantd serve`, an engine process, a model, and clients that come and go."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+import pytest
+
+from quantd.daemon.store import Store
+
+DATA = Path(__file__).parents[1] / "data"
+STORY = [{"role": "user", "content": "Write the longest story you can."}]
+CHAT = "/v1/chat/completions"
+
+
+def case(name: str) -> dict[str, Any]:
+    return json.loads((DATA / "cases" / f"{name}.json").read_text())["body"]
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
+@dataclass
+class Served:
+    """A running `quantd serve` and its socket."""
+
+    process: subprocess.Popen[bytes]
+    path: Path
+
+    def http(self) -> httpx2.Client:
+        return httpx2.Client(
+            transport=httpx2.HTTPTransport(uds=str(self.path)), base_url="http://x", timeout=60
+        )
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url="http://x/v1", api_key="x", http_client=self.http(), max_retries=0)
+
+    def post(self, path: str, body: object) -> tuple[int, Any]:
+        with self.http() as http:
+            response = http.post(path, json=body)
+            return response.status_code, response.json()
+
+    def complete(self, body: dict[str, Any]) -> Any:
+        status, answer = self.post("/v1/completions", body)
+        assert status == 200, answer
+        return answer
+
+    def stats(self) -> dict[str, int]:
+        with self.http() as http:
+            (model,) = http.get("/quantd/status").json()["models"]
+        return model["stats"] | {
+            "blocks_unheld": model["stats"]["blocks_free"] + model["stats"]["blocks_cached"]
+        }
+
+    def wait_idle(self) -> None:
+        def idle() -> bool:
+            stats = self.stats()
+            return (
+                not stats["num_running"] + stats["num_waiting"]
+                and stats["blocks_unheld"] == stats["blocks_total"]
+            )
+
+        until(idle, "no request holds a block")
+
+    def engine(self) -> psutil.Process:
+        (child,) = psutil.Process(self.process.pid).children()
+        return child
+
+    def send(self, body: dict[str, Any]) -> socket.socket:
+        """A raw connection with a chat request on it."""
+        data = json.dumps(body).encode()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(str(self.path))
+        head = (
+            f"POST {CHAT} HTTP/1.1\r\nHost: any\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + data)
+        return connection
+
+
+@contextlib.contextmanager
+def serve(home: Path, model: str, *flags: str) -> Iterator[Served]:
+    """Start a daemon, have it load the model, end whatever is left of it."""
+    folder = Path(tempfile.mkdtemp(dir=home))
+    path, log = folder / "api.sock", folder / "log"
+    command = [sys.executable, "-P", "-m", "quantd.daemon.cli.main", "serve", "--socket", str(path)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--port", "off", "--model", model, *flags],
+            stderr=output,
+            env=os.environ | {"QUANTD_HOME": str(home)},
+        )
+    served = Served(process, path)
+    try:
+        until(lambda: b"READY" in log.read_bytes() or process.poll() is not None, "READY")
+        assert process.poll() is None, log.read_text()
+        served.complete({"model": model, "prompt": [40], "max_tokens": 1})
+        yield served
+    finally:
+        children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        process.kill()
+        process.wait()
+        _, left = psutil.wait_procs(children, timeout=10)
+        assert not left, log.read_text()
+
+
+@pytest.fixture(scope="module")
+def tiny_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A home with the model `tiny`: random weights in GPTQ form, 8192 positions."""
+    home = tmp_path_factory.mktemp("home")
+    folder = home / "tiny"
+    shutil.copytree(DATA / "fixtures" / "gptqmodel-4b-g32-v2", folder)
+    for file in (DATA / "tokenizer").iterdir():
+        shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").chmod(0o644)
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    Store(home / "models").import_path(folder, "tiny")
+    return home
+
+
+@pytest.fixture(scope="module")
+def served(tiny_home: Path) -> Iterator[Served]:
+    with serve(tiny_home, "tiny", "--kv-memory", "32MiB", "--max-num-tokens", "64") as daemon:
+        yield daemon
+
+
+def test_stream_equals_reply(served: Served) -> None:
+    with served.client() as client:
+        whole = client.chat.completions.create(model="tiny", messages=STORY, max_tokens=40, seed=3)
+        stream = client.chat.completions.create(
+            model="tiny",
+            messages=STORY,
+            max_tokens=40,
+            seed=3,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_the_daemon_process_has_no_torch(served: Served) -> None:
+    maps = Path(f"/proc/{served.process.pid}/maps").read_text()
+    assert "torch" not in maps and "numpy" not in maps
+    assert "torch" in Path(f"/proc/{served.engine().pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("length", [63, 64, 65])
+def test_prompt_logprobs_do_not_depend_on_the_cache(served: Served, length: int) -> None:
+    """Case c15."""
+    ids = (case("c15")["prompt"] + [7])[:length]
+    scored = case("c15") | {"prompt": ids, "cache_salt": f"c15-{length}"}
+    plain = {name: value for name, value in scored.items() if name not in ("logprobs", "echo")}
+    cold = served.complete(scored)
+    served.complete(plain)
+    warm = served.complete(scored)
+    for reply in (cold, warm):
+        logprobs = reply["choices"][0]["logprobs"]
+        assert len(logprobs["tokens"]) == length + 1
+        assert logprobs["token_logprobs"][0] is None and all(
+            value < 0 for value in logprobs["token_logprobs"][1:]
+        )
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] <= length - 1
+    columns = [reply["choices"][0]["logprobs"]["token_logprobs"][1:] for reply in (cold, warm)]
+    assert columns[0] == pytest.approx(columns[1], abs=1e-3)
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+
+
+def test_cached_prompts_give_the_same_text(served: Served) -> None:
+    """Case c15b."""
+    body = case("c15b") | {"cache_salt": "c15b"}
+    cold, warm = served.complete(body), served.complete(body)
+    assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert 0 < warm["usage"]["prompt_tokens_details"]["cached_tokens"] <= 63
+    assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
+    fork = body | {"prompt": body["prompt"][:40] + list(range(30, 54))}
+    shared, alone = served.complete(fork), served.complete(fork | {"cache_salt": "alone"})
+    assert shared["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+    assert shared["choices"][0]["text"] == alone["choices"][0]["text"]
+
+
+def test_choices_and_seeds(served: Served) -> None:
+    body = case("c12c") | {"max_tokens": 8}
+    choices = served.complete(body)["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    alone = [served.complete(body | {"prompt": ids, "n": 1})["choices"][0]["text"] for ids in body["prompt"]]
+    assert [choice["text"] for choice in choices] == [alone[0], alone[0], alone[1], alone[1]]
+    drawn = {"prompt": [40, 41], "max_tokens": 12, "seed": 5, "n": 3}
+    first, second = served.complete(drawn)["choices"], served.complete(drawn)["choices"]
+    assert first == second and len({choice["text"] for choice in first}) > 1
+
+
+def test_bad_numbers_disturb_nobody(served: Served) -> None:
+    """Cases c10 and c12, beside a stream."""
+    with served.client() as client:
+        body = {"model": "tiny", "messages": STORY, "max_tokens": 300, "seed": 1}
+        alone = client.chat.completions.create(**body).choices[0].message.content
+        stream = client.chat.completions.create(**body, stream=True)
+        parts = [next(stream).choices[0].delta.content]
+        for name, path in (
+            ("c10", CHAT),
+            ("c10c", CHAT),
+            ("c12", "/v1/completions"),
+            ("c12b", "/v1/completions"),
+        ):
+            assert served.post(path, case(name))[0] == 400
+        assert served.post("/v1/completions", case("c10b"))[0] == 200
+        parts += [chunk.choices[0].delta.content or "" for chunk in stream]
+        assert "".join(parts) == alone
+
+
+def test_overflow_is_refused_with_both_numbers(served: Served) -> None:
+    status, answer = served.post("/v1/completions", {"prompt": [40] * 9000})
+    assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+    assert (
+        answer["error"]["n_prompt_tokens"] == 9000
+        and str(answer["error"]["n_ctx"]) in answer["error"]["message"]
+    )
+
+
+@pytest.mark.parametrize("changes", [{"stream": False}, {"stream": True}, {"n": 4}])
+@pytest.mark.parametrize("prompt_len", [10, 6000], ids=["decode", "prefill"])
+def test_leaving_frees_everything(served: Served, changes: dict[str, Any], prompt_len: int) -> None:
+    """Case c13."""
+    served.wait_idle()
+    messages = [{"role": "user", "content": "a" * prompt_len}]
+    connection = served.send(case("c13") | {"max_tokens": 1500, "messages": messages} | changes)
+    until(lambda: served.stats()["num_running"] + served.stats()["num_waiting"] > 0, "the request runs")
+    connection.close()
+    served.wait_idle()
+    generated = served.stats()["generated_tokens"]
+    time.sleep(0.1)
+    assert served.stats()["generated_tokens"] == generated
+
+
+def test_fifty_clients_that_leave_leave_nothing(served: Served) -> None:
+    served.wait_idle()
+    processes = [psutil.Process(served.process.pid), served.engine()]
+    before = [process.num_fds() for process in processes]
+    aborts = served.stats()["aborts"]
+    for number in range(50):
+        body = case("c13") | {"max_tokens": 1500, "stream": number % 2 == 0, "n": 1 + number % 3}
+        connection = served.send(body)
+        time.sleep(0.01 * (number % 5))
+        connection.close()
+    served.wait_idle()
+    until(lambda: [process.num_fds() for process in processes] == before, "descriptors are as before")
+    assert served.stats()["aborts"] > aborts
+    assert served.complete({"prompt": [40], "max_tokens": 3})["usage"]["completion_tokens"] == 3
+
+
+def test_a_killed_engine_is_told_and_replaced(served: Served) -> None:
+    with served.client() as client:
+        stream = client.chat.completions.create(
+            model="tiny", messages=STORY, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        old = served.engine()
+        old.kill()
+        with pytest.raises(openai.APIError, match="engine"):
+            list(stream)
+        assert client.completions.create(model="tiny", prompt=[40], max_tokens=2).usage.completion_tokens == 2
+    assert served.engine().pid != old.pid
+
+
+def test_sigterm_lets_requests_finish(tiny_home: Path) -> None:
+    with serve(tiny_home, "tiny", "--kv-memory", "32MiB") as daemon:
+        engine = daemon.engine()
+        replies: list[tuple[int, Any]] = []
+        body = case("c13") | {"max_tokens": 600}
+        asking = threading.Thread(target=lambda: replies.append(daemon.post(CHAT, body)))
+        asking.start()
+        until(lambda: daemon.stats()["num_running"] == 1, "the request runs")
+        daemon.process.send_signal(signal.SIGTERM)
+        asking.join(60)
+        assert replies[0][0] == 200 and replies[0][1]["usage"]["completion_tokens"] == 600
+        assert daemon.process.wait(20) == 0
+        until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, "the engine ends")
+        assert not daemon.path.exists()
+
+
+def test_a_second_signal_ends_it_now(tiny_home: Path) -> None:
+    with serve(tiny_home, "tiny", "--kv-memory", "32MiB") as daemon:
+        engine = daemon.engine()
+        connection = daemon.send(case("c13") | {"stream": True})
+        until(lambda: daemon.stats()["num_running"] == 1, "the request runs")
+        daemon.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert daemon.process.poll() is None
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(10) == 1
+        connection.close()
+        assert not engine.is_running()
+
+
+def test_an_engine_does_not_outlive_a_killed_daemon(tiny_home: Path) -> None:
+    with serve(tiny_home, "tiny", "--kv-memory", "32MiB") as daemon:
+        engine = daemon.engine()
+        daemon.process.kill()
+        daemon.process.wait()
+        until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, "the engine ends")
+
+
+def test_a_small_real_model_answers(smollm2: Path, tmp_path: Path) -> None:
+    Store(tmp_path / "models").import_path(smollm2, "smollm2")
+    with serve(tmp_path, "smollm2", "--kv-memory", "256MiB") as daemon, daemon.client() as client:
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        answer = client.chat.completions.create(
+            model="smollm2", messages=question, temperature=0, max_tokens=20
+        )
+        assert "Paris" in (answer.choices[0].message.content or "")
+        assert answer.choices[0].finish_reason == "stop"
+        body = case("c35") | {"stream": False}
+        echoed = daemon.complete(body)["choices"][0]["text"]
+        assert echoed == "one two three" + daemon.complete(body | {"echo": False})["choices"][0]["text"]
