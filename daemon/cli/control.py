@@ -7,11 +7,14 @@ import select
 from typing import Any
 
 import click
+import msgspec
 
 from quantd.daemon.cli.client import DaemonClient, find_daemon
 from quantd.daemon.cli.options import client_options, json_option, model_argument, settings_options
 from quantd.daemon.cli.output import format_bytes, print_json, print_table, progress
 from quantd.daemon.config import EngineOptions, client_sockets, parse_flags
+from quantd.daemon.errors import DaemonError
+from quantd.engine.messages import ModelInfo
 
 _STOP_SECONDS = 120.0
 
@@ -26,7 +29,7 @@ def load_command(name: str, socket: str | None, host: str | None, as_json: bool,
     options = parse_flags(EngineOptions, flags)
     info = load_model(find_daemon(client_sockets(socket), host), name, options)
     if as_json:
-        print_json(info)
+        print_json(msgspec.structs.asdict(info))
     else:
         click.echo(f"{name} is loaded: {describe(info)}")
 
@@ -86,37 +89,44 @@ def stop_command(socket: str | None, host: str | None, as_json: bool) -> None:
         click.echo("Stopped." if ended else f"Process {pid} still finishes its requests.")
 
 
-def load_model(client: DaemonClient, name: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
+def load_model(client: DaemonClient, name: str, options: dict[str, Any] | None = None) -> ModelInfo:
     """Load a model, with its progress on stderr; what the daemon says of it. Raises DaemonError.
 
     `options` are fields of EngineOptions for this model alone.
     """
-    info: dict[str, Any] = {}
     with progress() as report:
         for line in client.lines("/quantd/load", {"model": name, "options": options or {}}):
             if line["status"] == "loading":
-                report(f"loading {name}", line.get("done", 0), line.get("total") or None)
+                report(f"loading {name}", line["done"], line["total"] or None)
             else:
-                info = line.get("info") or {}
-    return info
+                return _info(line["info"])
+    raise DaemonError(f"The daemon ended before {name} was loaded.")
 
 
-def describe(info: dict[str, Any]) -> str:
+def describe(info: ModelInfo) -> str:
     """A loaded model in one line."""
-    tokens = info["num_blocks"] * info["block_size"]
-    weights, cache = format_bytes(info["weight_bytes"]), format_bytes(info["kv_bytes"])
+    weights, cache = format_bytes(info.weight_bytes), format_bytes(info.kv_bytes)
     return (
-        f"{info['architecture']} on {info['backend']} kernels, {weights} of weights, "
-        f"{info['kv_dtype']} KV cache of {tokens} tokens ({cache})"
+        f"{info.architecture} on {info.backend} kernels, {weights} of weights, "
+        f"{info.kv_dtype} KV cache of {info.kv_tokens} tokens ({cache})"
     )
 
 
 def _ps_row(model: dict[str, Any]) -> tuple[object, ...]:
-    info, stats = model.get("info") or {}, model.get("stats") or {}
-    size = format_bytes(info["weight_bytes"] + info["kv_bytes"]) if info else "-"
-    cache = f"{info['kv_dtype']} {format_bytes(info['kv_bytes'])}" if info else "-"
-    counts = (stats.get("num_running", 0), stats.get("num_waiting", 0))
-    return (model["name"], model["state"], size, cache, info.get("max_model_len", "-"), *counts)
+    """A line of `ps`. SIZE is all the memory a model takes, CONTEXT the tokens that one request can have."""
+    if model["info"] is None:
+        return model["name"], model["state"], "-", "-", "-", "-", "-"
+    info, stats = _info(model["info"]), model["stats"] or {}
+    size, cache = format_bytes(info.weight_bytes + info.kv_bytes), format_bytes(info.kv_bytes)
+    counts = (stats.get("num_running", "-"), stats.get("num_waiting", "-"))
+    return (model["name"], model["state"], size, f"{info.kv_dtype} {cache}", info.max_request_len, *counts)
+
+
+def _info(fields: object) -> ModelInfo:
+    try:
+        return msgspec.convert(fields, ModelInfo)
+    except msgspec.ValidationError as error:
+        raise DaemonError(f"The daemon is of another version than this command ({error}).") from None
 
 
 def _stop_and_wait(client: DaemonClient, pid: int) -> bool:

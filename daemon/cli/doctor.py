@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-import shutil
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -11,18 +12,18 @@ import click
 
 from quantd.daemon.cli.client import DaemonClient
 from quantd.daemon.cli.options import json_option
-from quantd.daemon.cli.output import print_json
+from quantd.daemon.cli.output import print_json, spinner
 from quantd.daemon.config import Paths, client_sockets
 from quantd.daemon.errors import DaemonError, NoDaemonError
 
 _CPU_FEATURES = ("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
-_COMPILERS = ("cc", "gcc", "clang")
+_PROBE = "from quantd.kernels.select import select_ops; print(select_ops().name)"
 
 
 @click.command("doctor")
 @json_option
 def doctor_command(as_json: bool) -> None:
-    """Check versions, folders, processor, compiler and sockets."""
+    """Check versions, folders, processor, kernels and sockets."""
     report = {
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in ("quantd", "torch")},
@@ -52,16 +53,22 @@ def _paths(paths: Paths) -> dict[str, str]:
 
 
 def _processor() -> dict[str, str]:
-    """The kernels of kernels/cpu need a C compiler; without one the plain torch ones serve, slowly."""
-    compiler = next((found for name in _COMPILERS if (found := shutil.which(name))), None)
     features = _cpu_features()
     return {
         "machine": platform.machine(),
         "features": " ".join(name for name in _CPU_FEATURES if name in features)
         or "none of those looked for",
-        "compiler": compiler or "none: install a C compiler, such as gcc, for the fast kernels",
-        "kernels": "cpu (compiled)" if compiler else "reference (torch)",
+        "kernels": _kernels(),
     }
+
+
+def _kernels() -> str:
+    """The backend that an engine would take, asked of a process of its own, since it needs torch."""
+    with spinner("looking for kernels ..."):
+        probe = subprocess.run(
+            [sys.executable, "-P", "-c", _PROBE], capture_output=True, text=True, check=False
+        )
+    return "; ".join(line for line in (probe.stdout + probe.stderr).splitlines()[-3:] if line.strip())
 
 
 def _cpu_features() -> set[str]:

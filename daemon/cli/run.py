@@ -18,6 +18,7 @@ from quantd.daemon.cli.output import format_bytes, print_json
 from quantd.daemon.cli.spawn import daemon_for_command
 from quantd.daemon.config import Paths
 from quantd.daemon.errors import DaemonError
+from quantd.engine.messages import ModelInfo
 
 
 @click.command("run")
@@ -75,7 +76,7 @@ def _prompt(argument: str | None) -> str | None:
     return text
 
 
-def _load(client: DaemonClient, name: str, pull: bool) -> tuple[str, dict[str, Any]]:
+def _load(client: DaemonClient, name: str, pull: bool) -> tuple[str, ModelInfo]:
     """Load the model; one that is missing is fetched first where the user wants that. Its name, and info."""
     try:
         return name, load_model(client, name)

@@ -20,6 +20,9 @@ INFO = {
     "num_blocks": 100,
     "block_size": 16,
     "max_model_len": 2048,
+    "vocab_size": 256,
+    "kv_bytes_per_token": 31_250,
+    "load_seconds": 0.5,
 }
 STATUS = {
     "version": "0.1.0",

@@ -75,8 +75,8 @@ def test_ps_and_status(quantd, fake_daemon: FakeDaemon) -> None:
     at = {"QUANTD_SOCKET": str(fake_daemon.socket)}
     assert [line.split() for line in quantd("ps", **at).stdout.splitlines()] == [
         ["NAME", "STATE", "SIZE", "KV", "CONTEXT", "RUNNING", "WAITING"],
-        ["tiny", "ready", "142.0", "MB", "int8", "50.0", "MB", "2048", "2", "1"],
-        ["big", "loading", "-", "-", "-", "0", "0"],
+        ["tiny", "ready", "142.0", "MB", "int8", "50.0", "MB", "1600", "2", "1"],
+        ["big", "loading", "-", "-", "-", "-", "-"],
     ]
     assert json.loads(quantd("ps", "--json", **at).stdout) == STATUS["models"]
     assert json.loads(quantd("status", "--json", **at).stdout) == STATUS
@@ -171,5 +171,6 @@ def test_the_shell_completes_commands_and_models(quantd, environment: dict[str, 
 
 def test_doctor_reports_without_a_daemon(quantd, environment: dict[str, str]) -> None:
     report = json.loads(quantd("doctor", "--json").stdout)
+    assert report["processor"]["kernels"].startswith(("cpu ", "reference"))
     assert report["versions"]["quantd"] == "0.1.0"
     assert report["sockets"] == {f"{environment['QUANTD_HOME']}/run/api.sock": "no daemon"}
