@@ -1,0 +1,162 @@
+/* The linear op: prepare the input rows (norm, permutation, rounding to INT8), multiply panels, finish the results.
+ * One row is prepared by every thread for itself, which saves a barrier; more rows are prepared in chunks. */
+#include "glu.h"
+#include "matmul.h"
+#include "norm.h"
+#include "pool.h"
+#include "vmath.h"
+#include "weights.h"
+
+#define ROWS_PER_CHUNK 4
+#define CHUNKS_PER_THREAD 8
+#define MAX_CHUNK_BYTES (96 * 1024)
+
+/* A thread's scratch: tile, results of a panel, a float row, a norm's two outputs, and its own prepared row. */
+typedef struct {
+  uint8_t *tile;
+  float *out, *row, *normed, *sum;
+  qd_rows own;
+} parts;
+
+static long float_row_bytes(const qd_weight *w) { return weight_blocks(w) * BLOCK * (long)sizeof(float); }
+
+static parts parts_of(const qd_weight *w, uint8_t *scratch) {
+  long row = float_row_bytes(w);
+  parts p = {.tile = scratch, .out = (float *)(void *)(scratch + MATMUL_SCRATCH)};
+  p.row = p.out + MATMUL_ROWS * LANES;
+  p.normed = p.row + row / 4;
+  p.sum = p.normed + row / 4;
+  p.own = rows_at((uint8_t *)p.sum + row, 1, weight_blocks(w), w->int8_inputs);
+  return p;
+}
+
+static long scratch_bytes(const void *args, const qd_step *step) {
+  const qd_weight *w = ((const qd_linear_args *)args)->weight;
+  (void)step;
+  return MATMUL_SCRATCH + MATMUL_ROWS * LANES * 4 + 3 * float_row_bytes(w) +
+         rows_bytes(1, weight_blocks(w), w->int8_inputs);
+}
+
+static long shared_bytes(const void *args, const qd_step *step, int num_threads) {
+  const qd_weight *w = ((const qd_linear_args *)args)->weight;
+  (void)num_threads;
+  return rows_bytes(step->num_tokens, weight_blocks(w), w->int8_inputs);
+}
+
+/* Row `to` of rows from x: permuted, padded with zeros to whole blocks, rounded. */
+static void prepare_row(const qd_weight *w, const float *x, const qd_rows *rows, long to, float *row) {
+  float *target = w->int8_inputs ? row : rows->x + to * rows->blocks * BLOCK;
+  if (w->perm)
+    for (long k = 0; k < w->k; k++) target[k] = x[w->perm[k]];
+  else if (!w->int8_inputs || w->k % BLOCK)
+    memcpy(target, x, (size_t)w->k * sizeof(float));
+  else
+    target = (float *)x;
+  for (long k = w->k; k < rows->blocks * BLOCK; k++) target[k] = 0.0f;
+  if (w->int8_inputs) rows_quantize(rows, to, target);
+}
+
+static void enter(const void *args, const qd_step *step, qd_thread *thread) {
+  const qd_linear_args *a = args;
+  if (step->num_tokens != 1) return;
+  parts p = parts_of(a->weight, thread->scratch);
+  const float *x = a->x;
+  if (a->norm) {
+    norm_row(a->norm, 0, p.normed, p.sum);
+    x = p.normed;
+    if (thread->id == 0) {
+      memcpy(a->norm->out, p.normed, (size_t)a->norm->width * sizeof(float));
+      if (a->norm->residual) memcpy(a->norm->sum, p.sum, (size_t)a->norm->width * sizeof(float));
+    }
+  }
+  prepare_row(a->weight, x, &p.own, 0, p.row);
+}
+
+static void prepare_chunk(const qd_linear_args *a, const qd_step *step, long index, qd_thread *thread) {
+  const qd_weight *w = a->weight;
+  parts p = parts_of(w, thread->scratch);
+  qd_rows rows = rows_at(thread->shared, step->num_tokens, weight_blocks(w), w->int8_inputs);
+  long last = min_long(step->num_tokens, (index + 1) * ROWS_PER_CHUNK);
+  for (long m = index * ROWS_PER_CHUNK; m < last; m++) {
+    const float *x = a->x + m * w->k;
+    if (a->norm) {
+      float *out = a->norm->out + m * a->norm->width;
+      norm_row(a->norm, m, out, a->norm->residual ? a->norm->sum + m * a->norm->width : NULL);
+      x = out;
+    }
+    prepare_row(w, x, &rows, m, p.row);
+  }
+}
+
+static void finish(const qd_linear_args *a, long panel, long first, long num_rows, const float *results) {
+  const qd_weight *w = a->weight;
+  long n = LANES * panel, columns = min_long(LANES, w->n - n);
+  v16 bias = w->bias ? v_load_n(w->bias + n, columns) : v_zero(), scale = v_set1(a->scale);
+  for (long r = 0; r < num_rows; r++) {
+    v16 y = v_load(results + LANES * r);
+    if (w->bias) y = v_add(y, bias);
+    if (a->scale != 1.0f) y = v_mul(y, scale);
+    if (a->softcap > 0.0f) y = v_mul(v_tanh(v_div(y, v_set1(a->softcap))), v_set1(a->softcap));
+    v_store_n(a->out + (first + r) * w->n + n, y, columns);
+  }
+}
+
+static void multiply(const qd_linear_args *a, const qd_rows *rows, long first, long num_rows, long panel, long last,
+                     const parts *p) {
+  for (; panel < last; panel++) {
+    if (a->weight->int8_inputs)
+      matmul_int8(a->weight, panel, rows, first, num_rows, p->out, p->tile);
+    else
+      matmul_float(a->weight, panel, rows, first, num_rows, p->out, p->tile);
+    finish(a, panel, first, num_rows, p->out);
+  }
+}
+
+/* Panels that are divided into chunks: with a glu, those of the gate; the same of up go with them. */
+static long divided_panels(const qd_linear_args *a) {
+  long panels = weight_panels(a->weight);
+  return a->glu ? panels / 2 : panels;
+}
+
+static long panels_per_chunk(const qd_linear_args *a, int num_threads) {
+  long panels = divided_panels(a), bytes = weight_blocks(a->weight) * block_bytes(a->weight->bits);
+  long fair = panels / (CHUNKS_PER_THREAD * num_threads), limit = MAX_CHUNK_BYTES / bytes;
+  return max_long(1, min_long(fair, limit));
+}
+
+static void multiply_chunk(const qd_linear_args *a, const qd_step *step, long index, qd_thread *thread) {
+  long panels = divided_panels(a), per_chunk = panels_per_chunk(a, thread->num_threads);
+  long panel_chunks = ceil_div(panels, per_chunk), first = index / panel_chunks * MATMUL_ROWS;
+  long panel = index % panel_chunks * per_chunk, last = min_long(panels, panel + per_chunk);
+  long num_rows = min_long(MATMUL_ROWS, step->num_tokens - first);
+  parts p = parts_of(a->weight, thread->scratch);
+  qd_rows rows = step->num_tokens == 1 ? p.own
+                                       : rows_at(thread->shared, step->num_tokens, weight_blocks(a->weight),
+                                                 a->weight->int8_inputs);
+  multiply(a, &rows, first, num_rows, panel, last, &p);
+  if (!a->glu) return;
+  multiply(a, &rows, first, num_rows, panels + panel, panels + last, &p);
+  for (long m = first; m < first + num_rows; m++) glu_row(a->glu, m, LANES * panel, LANES * last);
+}
+
+static long num_chunks(const void *args, const qd_step *step, int phase, int num_threads) {
+  const qd_linear_args *a = args;
+  if (phase == 0) return step->num_tokens == 1 ? 0 : ceil_div(step->num_tokens, ROWS_PER_CHUNK);
+  return ceil_div(divided_panels(a), panels_per_chunk(a, num_threads)) * ceil_div(step->num_tokens, MATMUL_ROWS);
+}
+
+static void chunk(const void *args, const qd_step *step, int phase, long index, qd_thread *thread) {
+  if (phase == 0)
+    prepare_chunk(args, step, index, thread);
+  else
+    multiply_chunk(args, step, index, thread);
+}
+
+const qd_kernel linear_kernel = {
+    .num_phases = 2,
+    .shared_bytes = shared_bytes,
+    .scratch_bytes = scratch_bytes,
+    .num_chunks = num_chunks,
+    .enter = enter,
+    .chunk = chunk,
+};

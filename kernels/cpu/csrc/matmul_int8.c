@@ -1,0 +1,168 @@
+/* Codes times INT8 rows. A single row multiplies codes as they are unpacked; more rows share a tile that is unpacked
+ * to one code a byte and fp32 scales once. */
+#include "matmul.h"
+#include "weights.h"
+
+/* A block of a tile: codes in 1 or 2 planes of 8 chunks, then scales and offsets of each part. */
+#define PLANE_BYTES (CHUNKS * CHUNK_BYTES)
+#define MAX_TILE_BLOCK (WIDE_PLANES * PLANE_BYTES + 2 * 2 * LANES * 4)
+#define TILE_BLOCKS (MATMUL_SCRATCH / MAX_TILE_BLOCK)
+
+INLINE long tile_block_bytes(int planes, int parts) { return planes * PLANE_BYTES + parts * 2 * LANES * 4; }
+
+/* Sums over a block of codes as they lie in memory, for each output. */
+INLINE v16 packed_dot(int bits, const uint8_t *block, const int8_t *x) {
+  dot low = dot_zero(), high = dot_zero();
+  int split = bits == 8 && WIDE_PLANES == 2;
+UNROLL
+  for (int c = 0; c < CHUNKS; c++) {
+    codes q = block_chunk(bits, block, c);
+    low = dot_add(low, split ? codes_field(q, 0, 15) : q, x + 4 * c);
+    if (split) high = dot_add(high, codes_field(q, 4, 15), x + 4 * c);
+  }
+  vi16 sum = dot_ints(low);
+  return vi_float(split ? vi_add(sum, vi_shift4(dot_ints(high))) : sum);
+}
+
+INLINE v16 accumulate(v16 acc, scales s, v16 sum, float x_scale, float x_sum) {
+  acc = v_fma(v_mul(s.scale, v_set1(x_scale)), sum, acc);
+  return v_fma(s.offset, v_set1(x_sum), acc);
+}
+
+/* Scales cover whole blocks here. */
+INLINE void one_row(const qd_weight *w, int bits, int header, long panel, const qd_rows *rows, long row, float *out) {
+  long blocks = rows->blocks, per_header = w->group / BLOCK;
+  const uint8_t *block = weight_block(w, bits, panel, 0), *head = weight_header(w, header, panel, 0);
+  const int8_t *q = rows->q + row * blocks * BLOCK;
+  const float *scale = rows->scale + row * blocks, *sum = rows->sum + row * blocks;
+  v16 acc = v_zero();
+  for (long b = 0; b < blocks; head += header_bytes(header)) {
+    scales s = header_load(header, head);
+    for (long end = min_long(blocks, b + per_header); b < end; b++, block += block_bytes(bits))
+      acc = accumulate(acc, s, packed_dot(bits, block, q + BLOCK * b), scale[b], sum[b]);
+  }
+  v_store(out, acc);
+}
+
+INLINE void unpack_block(int bits, int planes, const uint8_t *block, uint8_t *tile) {
+UNROLL
+  for (int c = 0; c < CHUNKS; c++) {
+    codes q = block_chunk(bits, block, c);
+    codes_store(tile + CHUNK_BYTES * c, planes == 2 ? codes_field(q, 0, 15) : q);
+    if (planes == 2) codes_store(tile + PLANE_BYTES + CHUNK_BYTES * c, codes_field(q, 4, 15));
+  }
+}
+
+INLINE void unpack_scales(const qd_weight *w, int header, int parts, long panel, long block, float *tile) {
+  for (int part = 0; part < parts; part++) {
+    long k = BLOCK * block + 16 * part;
+    scales s = {v_zero(), v_zero()};
+    if (k < w->k) s = header_load(header, weight_header(w, header, panel, k / w->group));
+    v_store(tile + 2 * LANES * part, s.scale);
+    v_store(tile + 2 * LANES * part + LANES, s.offset);
+  }
+}
+
+INLINE void unpack_tile(const qd_weight *w, int bits, int planes, int parts, long panel, long first, long last,
+                        uint8_t *tile) {
+  for (long b = first; b < last; b++, tile += tile_block_bytes(planes, parts)) {
+    float *tile_scales = (float *)(void *)(tile + planes * PLANE_BYTES);
+    unpack_block(bits, planes, weight_block(w, bits, panel, b), tile);
+    switch (w->header) {
+      case QD_HALF: unpack_scales(w, QD_HALF, parts, panel, b, tile_scales); break;
+      case QD_HALF_ZERO: unpack_scales(w, QD_HALF_ZERO, parts, panel, b, tile_scales); break;
+      case QD_FLOAT: unpack_scales(w, QD_FLOAT, parts, panel, b, tile_scales); break;
+      default: unpack_scales(w, QD_FLOAT_ZERO, parts, panel, b, tile_scales);
+    }
+  }
+}
+
+/* Blocks first..last-1, in tile, of num_rows rows (a constant) from row on; adds to out. */
+INLINE void tile_rows(int num_rows, int planes, int parts, const uint8_t *tile, long first, long last,
+                      const qd_rows *rows, long row, float *out) {
+  v16 acc[TILE_ROWS];
+  for (int r = 0; r < num_rows; r++) acc[r] = v_load(out + LANES * r);
+  for (long b = first; b < last; b++, tile += tile_block_bytes(planes, parts)) {
+    const float *tile_scales = (const float *)(const void *)(tile + planes * PLANE_BYTES);
+    for (int part = 0; part < parts; part++) {
+      int begin = part * CHUNKS / 2, end = parts == 2 ? begin + CHUNKS / 2 : CHUNKS;
+      dot low[TILE_ROWS], high[TILE_ROWS];
+UNROLL
+      for (int r = 0; r < num_rows; r++) low[r] = high[r] = dot_zero();
+UNROLL
+      for (int c = begin; c < end; c++) {
+        codes q = codes_load(tile + CHUNK_BYTES * c), q_high = q;
+        if (planes == 2) q_high = codes_load(tile + PLANE_BYTES + CHUNK_BYTES * c);
+UNROLL
+        for (int r = 0; r < num_rows; r++) {
+          const int8_t *x = rows->q + ((row + r) * rows->blocks + b) * BLOCK + 4 * c;
+          low[r] = dot_add(low[r], q, x);
+          if (planes == 2) high[r] = dot_add(high[r], q_high, x);
+        }
+      }
+      scales s = {v_load(tile_scales + 2 * LANES * part), v_load(tile_scales + 2 * LANES * part + LANES)};
+UNROLL
+      for (int r = 0; r < num_rows; r++) {
+        long at = (row + r) * rows->blocks + b;
+        vi16 sum = dot_ints(low[r]);
+        if (planes == 2) sum = vi_add(sum, vi_shift4(dot_ints(high[r])));
+        float x_sum = parts == 2 ? rows->half_sum[2 * at + part] : rows->sum[at];
+        acc[r] = accumulate(acc[r], s, vi_float(sum), rows->scale[at], x_sum);
+      }
+    }
+  }
+  for (int r = 0; r < num_rows; r++) v_store(out + LANES * r, acc[r]);
+}
+
+INLINE void tile_all_rows(int planes, int parts, const uint8_t *tile, long first, long last, const qd_rows *rows,
+                          long row, long num_rows, float *out) {
+  for (; num_rows >= TILE_ROWS; num_rows -= TILE_ROWS, row += TILE_ROWS, out += LANES * TILE_ROWS)
+    tile_rows(TILE_ROWS, planes, parts, tile, first, last, rows, row, out);
+#define TAIL(n)                                                                       \
+  if (n < TILE_ROWS && num_rows >= n) {                                               \
+    tile_rows(n < TILE_ROWS ? n : 1, planes, parts, tile, first, last, rows, row, out); \
+    num_rows -= n, row += n, out += LANES * n;                                        \
+  }
+  TAIL(4) TAIL(2) TAIL(1)
+#undef TAIL
+}
+
+INLINE void many_rows(const qd_weight *w, int bits, int parts, long panel, const qd_rows *rows, long first_row,
+                      long num_rows, float *out, uint8_t *tile) {
+  int planes = bits == 8 ? WIDE_PLANES : 1;
+  memset(out, 0, (size_t)(num_rows * LANES) * sizeof(float));
+  for (long b = 0; b < rows->blocks; b += TILE_BLOCKS) {
+    long last = min_long(rows->blocks, b + TILE_BLOCKS);
+    unpack_tile(w, bits, planes, parts, panel, b, last, tile);
+    tile_all_rows(planes, parts, tile, b, last, rows, first_row, num_rows, out);
+  }
+}
+
+INLINE void one_row_of(const qd_weight *w, int bits, long panel, const qd_rows *rows, long row, float *out) {
+  switch (w->header) {
+    case QD_HALF: one_row(w, bits, QD_HALF, panel, rows, row, out); break;
+    case QD_HALF_ZERO: one_row(w, bits, QD_HALF_ZERO, panel, rows, row, out); break;
+    case QD_FLOAT: one_row(w, bits, QD_FLOAT, panel, rows, row, out); break;
+    default: one_row(w, bits, QD_FLOAT_ZERO, panel, rows, row, out);
+  }
+}
+
+INLINE void matmul_bits(const qd_weight *w, int bits, long panel, const qd_rows *rows, long first, long num_rows,
+                        float *out, uint8_t *scratch) {
+  if (weight_parts(w) == 2)
+    many_rows(w, bits, 2, panel, rows, first, num_rows, out, scratch);
+  else if (num_rows == 1)
+    one_row_of(w, bits, panel, rows, first, out);
+  else
+    many_rows(w, bits, 1, panel, rows, first, num_rows, out, scratch);
+}
+
+void matmul_int8(const qd_weight *w, long panel, const qd_rows *rows, long first, long num_rows, float *out,
+                 uint8_t *scratch) {
+  switch (w->bits) {
+    case 2: matmul_bits(w, 2, panel, rows, first, num_rows, out, scratch); break;
+    case 3: matmul_bits(w, 3, panel, rows, first, num_rows, out, scratch); break;
+    case 4: matmul_bits(w, 4, panel, rows, first, num_rows, out, scratch); break;
+    default: matmul_bits(w, 8, panel, rows, first, num_rows, out, scratch);
+  }
+}

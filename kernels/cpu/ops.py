@@ -1,0 +1,218 @@
+"""The op table in C, called through ctypes; see quantd.kernels.ops for what each op computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import Structure, addressof, c_int64, pointer
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantd.kernels.cpu import library
+from quantd.kernels.cpu.library import Kind, Library, Step
+from quantd.kernels.cpu.weights import PackedMatrix, pack
+from quantd.kernels.ops import Activation, AttentionInputs, HeadShape, KVLayer, QKNorm, RopeTable
+from quantd.kernels.weights import Weight
+
+_ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+_KV_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
+_MAX_HEAD_DIM = 1024
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op: the struct of its kind, the tensors its pointer fields read and write in a step, and
+    what else must live as long as the struct."""
+
+    kind: Kind
+    args: Structure
+    reads: dict[str, Tensor]
+    writes: dict[str, Tensor]
+    keep: tuple[Any, ...] = field(default=())
+
+
+class CpuOps:
+    """The `Ops` of one machine's CPU. Threads sleep between calls; one caller at a time.
+
+    int8_activations: inputs of quantized weights are rounded to INT8 per 32 inputs, also where a
+    checkpoint asks for one scale per token, and queries over an INT8 pool per head. Otherwise
+    nothing is rounded, and results are within rounding of fp32 arithmetic of the reference.
+    Either way the bits of a row depend on that row alone.
+    """
+
+    def __init__(self, lib: Library, int8_activations: bool) -> None:
+        self._lib = lib
+        self._int8 = int8_activations
+
+    @property
+    def name(self) -> str:
+        """ "cpu" and the path compiled in: "cpu avx2", "cpu avx512-vnni", ..."""
+        return f"cpu {self._lib.path_name}"
+
+    def pack(self, weight: Weight, bias: Tensor | None = None) -> PackedMatrix:
+        """Bring a weight into panels; see quantd.kernels.cpu.weights.pack."""
+        return pack(self._lib, weight, bias, self._int8)
+
+    def linear(self, x: Tensor, packed: PackedMatrix) -> Tensor:
+        """x [M, K] @ W.T + bias -> [M, N]."""
+        return self.logits(x, packed)
+
+    def logits(self, x: Tensor, packed: PackedMatrix, scale: float = 1.0, softcap: float = 0.0) -> Tensor:
+        """linear(x) * scale, softcapped -> [M, N]."""
+        x, out = _rows(x, packed.shape[1]), _new(x, packed.shape[0])
+        args = library.LinearArgs(weight=pointer(packed.struct), scale=scale, softcap=softcap)
+        self._run(Call(Kind.LINEAR, args, {"x": x}, {"out": out}, (packed,)), _step(x))
+        return out
+
+    def embedding(self, token_ids: Tensor, packed: PackedMatrix, scale: float = 1.0) -> Tensor:
+        """Rows `token_ids` [M] of W, times scale -> [M, K]."""
+        token_ids = token_ids.to(torch.int32).contiguous()
+        out = _new(token_ids, packed.shape[1])
+        args = library.EmbeddingArgs(weight=pointer(packed.struct), scale=scale)
+        step = Step(num_tokens=len(token_ids), token_ids=token_ids.data_ptr())
+        self._run(Call(Kind.EMBEDDING, args, {}, {"out": out}, (packed,)), step)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x * rsqrt(mean(x^2) + eps) * weight."""
+        x, out = _rows(x, len(weight)), _new(x, len(weight))
+        args = library.NormArgs(weight=_constant(weight), width=len(weight), eps=eps)
+        self._run(Call(Kind.NORM, args, {"x": x}, {"out": out}, (weight,)), _step(x))
+        return out
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, scale: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """(rms_norm(s), s) with s = residual + scale * x."""
+        width = len(weight)
+        x, residual = _rows(x, width), _rows(residual, width)
+        out, total = _new(x, width), _new(x, width)
+        args = library.NormArgs(weight=_constant(weight), width=width, eps=eps, scale=scale)
+        call = Call(Kind.NORM, args, {"x": x, "residual": residual}, {"out": out, "sum": total}, (weight,))
+        self._run(call, _step(x))
+        return out, total
+
+    def rope_kv_write(
+        self,
+        qkv: Tensor,
+        heads: HeadShape,
+        inputs: AttentionInputs,
+        layer: KVLayer,
+        rope: RopeTable | None,
+        qk_norm: QKNorm | None = None,
+    ) -> Tensor:
+        """Rotated queries [M, num_heads * D]; writes keys and values into `layer`."""
+        assert heads.head_dim <= _MAX_HEAD_DIM, heads
+        qkv = _rows(qkv, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim)
+        out, kv = _new(qkv, heads.num_heads * heads.head_dim), _kv(layer)
+        args = library.RopeArgs(kv=pointer(kv), heads=_heads(heads))
+        if rope is not None:
+            args.cos, args.sin = _constant(rope.cos), _constant(rope.sin)
+            args.rotary_dim = 2 * rope.cos.shape[1]
+        if qk_norm is not None:
+            args.q_norm, args.k_norm = _constant(qk_norm.q_weight), _constant(qk_norm.k_weight)
+            args.eps = qk_norm.eps
+        call = Call(Kind.ROPE, args, {"qkv": qkv}, {"out": out}, (kv, layer, rope, qk_norm))
+        self._run(call, _step(qkv, inputs))
+        return out
+
+    def attention(
+        self,
+        q: Tensor,
+        heads: HeadShape,
+        inputs: AttentionInputs,
+        layer: KVLayer,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """Causal attention of q [M, num_heads * D] over the pool -> [M, num_heads * D]."""
+        assert heads.head_dim <= _MAX_HEAD_DIM, heads
+        q, kv = _rows(q, heads.num_heads * heads.head_dim), _kv(layer)
+        out = torch.empty_like(q)
+        args = library.AttentionArgs(
+            kv=pointer(kv), heads=_heads(heads), window=window, scale=scale, softcap=softcap
+        )
+        args.int8_queries = self._int8 and layer.k_scale is not None
+        self._run(Call(Kind.ATTENTION, args, {"q": q}, {"out": out}, (kv, layer)), _step(q, inputs))
+        return out
+
+    def glu(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """activation(left half) * right half of gate_up [M, 2 I] -> [M, I]."""
+        width = gate_up.shape[1] // 2
+        gate_up, out = _rows(gate_up, 2 * width), _new(gate_up, width)
+        args = library.GluArgs(width=width, activation=_ACTIVATIONS[activation])
+        self._run(Call(Kind.GLU, args, {"gate_up": gate_up}, {"out": out}), _step(gate_up))
+        return out
+
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
+        """[M, N_i] each -> [M, sum of N_i]."""
+        widths = [part.shape[1] for part in parts]
+        out, column = _new(parts[0], sum(widths)), 0
+        for part, width in zip(parts, widths, strict=True):
+            x = _rows(part, width)
+            args = library.CopyArgs(width=width, out_width=sum(widths), column=column)
+            self._run(Call(Kind.COPY, args, {"x": x}, {"out": out}), _step(x))
+            column += width
+        return out
+
+    def compile(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Not recorded."""
+        return forward
+
+    def _run(self, call: Call, step: Step) -> None:
+        for name, tensor in (call.reads | call.writes).items():
+            setattr(call.args, name, tensor.data_ptr())
+        self._lib.run([library.Op(call.kind, addressof(call.args))], step)
+
+
+def _rows(x: Tensor, width: int) -> Tensor:
+    """x as contiguous float32 [M, width]."""
+    assert x.ndim == 2 and x.shape[1] == width and x.dtype == torch.float32, (x.shape, x.dtype, width)
+    return x.contiguous()
+
+
+def _new(like: Tensor, width: int) -> Tensor:
+    return torch.empty(len(like), width)
+
+
+def _constant(tensor: Tensor) -> int:
+    assert tensor.dtype == torch.float32 and tensor.is_contiguous(), (tensor.dtype, tensor.stride())
+    return tensor.data_ptr()
+
+
+def _heads(heads: HeadShape) -> library.Heads:
+    return library.Heads(heads.num_heads, heads.num_kv_heads, heads.head_dim)
+
+
+def _step(x: Tensor, inputs: AttentionInputs | None = None) -> Step:
+    step = Step(num_tokens=len(x))
+    if inputs is not None:
+        place(step, inputs)
+    return step
+
+
+def place(step: Step, inputs: AttentionInputs) -> None:
+    """Point a step at where its tokens stand; the tensors must outlive its run."""
+    step.num_requests, step.max_blocks = inputs.block_tables.shape
+    for name in ("positions", "slots", "query_start", "context_len", "block_tables"):
+        tensor: Tensor = getattr(inputs, name)
+        assert tensor.dtype == torch.int32 and tensor.is_contiguous(), (name, tensor.dtype, tensor.stride())
+        setattr(step, name, tensor.data_ptr())
+
+
+def _kv(layer: KVLayer) -> library.KV:
+    kv = library.KV(block_size=layer.k.shape[2], type=_KV_TYPES[layer.k.dtype])
+    for name, tensor in (
+        ("k", layer.k),
+        ("v", layer.v),
+        ("k_scale", layer.k_scale),
+        ("v_scale", layer.v_scale),
+    ):
+        if tensor is not None:
+            setattr(kv, name, tensor.data_ptr())
+            setattr(kv, f"{name}_stride", (c_int64 * 3)(*tensor.stride()[:3]))
+    assert layer.k.stride(3) == layer.v.stride(3) == 1, (layer.k.stride(), layer.v.stride())
+    return kv
