@@ -7,6 +7,7 @@ load. Models are kept in order of use, the latest last.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -17,6 +18,10 @@ from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError, EngineDiedError
 from quantd.engine.messages import ModelInfo, Stats
 from quantd.engine.request import Request, TokenEvent
+
+_log = logging.getLogger(__name__)
+# An engine answers between two steps; one that does not is left out.
+_STATS_SECONDS = 5.0
 
 Progress = Callable[[int, int], None]
 State = Literal["loading", "ready", "unloading"]
@@ -185,7 +190,7 @@ class Models:
         """The entry of a model that is loaded or loads from now on, a new load with these engine options."""
         while entry := self._entries.get(name):
             if entry.model is not None and entry.model.engine.died.done():
-                await self._close(entry)
+                self._remove(entry)
             elif entry.state == "unloading":
                 await entry.gone.wait()
             else:
@@ -213,7 +218,8 @@ class Models:
     async def stats(self) -> dict[str, Stats]:
         """The counters of each engine that answers, by model name."""
         models = [entry.model for entry in self.entries if entry.model is not None]
-        found = await asyncio.gather(*(model.engine.stats() for model in models), return_exceptions=True)
+        asked = (asyncio.wait_for(model.engine.stats(), _STATS_SECONDS) for model in models)
+        found = await asyncio.gather(*asked, return_exceptions=True)
         pairs = zip(models, found, strict=True)
         return {model.name: stats for model, stats in pairs if isinstance(stats, Stats)}
 
@@ -238,9 +244,17 @@ class Models:
 
     async def _load(self, entry: ModelEntry, config: EngineConfig) -> LoadedModel:
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path))
+        engine = await self._start_engine(config, entry.report)
+        if entry.state == "loading":
+            entry.state = "ready"
+        engine.died.add_done_callback(lambda died: self._note_died(entry, died.result()))
+        return LoadedModel(entry.name, engine, tokenizer)
+
+    async def _start_engine(self, config: EngineConfig, report: Progress) -> Engine:
+        """Start an engine, in place of idle models where memory is short."""
         while True:
             try:
-                return LoadedModel(entry.name, await self._start(config, entry.report), tokenizer)
+                return await self._start(config, report)
             except CapacityError:
                 if not await self._evict():
                     raise
@@ -249,13 +263,18 @@ class Models:
         """A failed load leaves no entry, so the next request tries again."""
         if load.cancelled() or load.exception() is not None:
             self._remove(entry)
-        elif entry.state == "loading":
-            entry.state = "ready"
+
+    def _note_died(self, entry: ModelEntry, reason: str) -> None:
+        """An engine that ends by itself leaves no entry either."""
+        if entry.state == "ready":
+            _log.error("%s: %s; the next request starts it again", entry.name, reason)
+            self._remove(entry)
 
     async def _evict(self) -> bool:
         """Unload the model that has been idle for longest; False where none is."""
         for entry in self.entries:
             if entry.state == "ready" and entry.model is not None and not entry.model.num_requests:
+                _log.info("%s is unloaded to make room", entry.name)
                 await self.unload(entry.name)
                 return True
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import socket
 import stat
@@ -26,17 +27,8 @@ def unix_socket(path: Path) -> Iterator[socket.socket]:
     """
     if len(os.fsencode(path)) > _MAX_PATH:
         raise ListenError(f"{path}: too long for a Unix socket, which takes {_MAX_PATH} bytes")
-    _clear_away(path)
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
-        umask = os.umask(0o117)
-        try:
-            listener.bind(str(path))
-        except OSError as error:
-            raise ListenError(f"{path}: cannot be bound: {error.strerror}") from error
-        finally:
-            os.umask(umask)
-        own = path.stat().st_ino
-        listener.listen(_BACKLOG)
+        own = _bind_unix(listener, path)
         try:
             yield listener
         finally:
@@ -45,15 +37,33 @@ def unix_socket(path: Path) -> Iterator[socket.socket]:
                     path.unlink()
 
 
-def _clear_away(path: Path) -> None:
-    """Make room for a socket at `path`, and its folder."""
+def _bind_unix(listener: socket.socket, path: Path) -> int:
+    """Bind and listen; the inode of the socket file. One daemon at a time does this in a folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ListenError(f"{path}: cannot be used: {error.strerror}") from error
+    umask = os.umask(0o117)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        _clear_away(path)
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+        return path.stat().st_ino
+    except OSError as error:
+        raise ListenError(f"{path}: cannot be bound: {error.strerror}") from error
+    finally:
+        os.umask(umask)
+        os.close(folder)
+
+
+def _clear_away(path: Path) -> None:
+    """Make room for a socket at `path`. Raises ListenError where that would take something away."""
+    try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return
-    except OSError as error:
-        raise ListenError(f"{path}: cannot be used: {error.strerror}") from error
     if not stat.S_ISSOCK(mode):
         raise ListenError(f"{path}: is there and is no socket; move it away or choose another --socket")
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:

@@ -56,6 +56,7 @@ class Tokenizer:
         self._makers = decoder_steps(decoder)
         self._byte_level = is_byte_level(decoder)
         self._pieces: dict[int, str | None] = {}
+        self._bytes: dict[int, bytes] = {}
         self._prefix = _raw_prefix(core, config)
         self.template = template
         self.end_ids = frozenset(end_ids)
@@ -102,6 +103,11 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to a running text; a special token's name."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._token_bytes(token_id)
+        return self._bytes[token_id]
+
+    def _token_bytes(self, token_id: int) -> bytes:
         piece = self._core.id_to_token(token_id) or ""
         if piece in self._specials:
             return piece.encode()

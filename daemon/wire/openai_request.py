@@ -4,7 +4,8 @@ Source: OpenAI API reference, chat/completions and completions, with the extras 
 (top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, cache_salt,
 chat_template_kwargs). null means the default, unknown fields are ignored, no value is coerced, and what
 would change the answer but is not supported is refused by name. Own rules: max_tokens -1 is "no limit";
-stream_options without stream is ignored; empty stop strings are none; text parts are joined by a newline.
+stream_options without stream is ignored; empty stop strings are none; text parts are joined by a newline;
+token ids of padded embedding rows, which have no text, are accepted.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ async def models_of(
     yield models, engines
     await models.close()
     assert not models.entries
-    assert all(engine.closed for engine in engines.started)
+    assert all(engine.died.done() for engine in engines.started)
 
 
 @in_loop
@@ -76,7 +76,9 @@ async def test_a_dead_engine_is_replaced_by_the_next_request(tmp_path: Path) -> 
         (await models.acquire("a")).release()
         engines.started[0].died.set_result("killed")
         assert (await models.acquire("a")).engine is engines.started[1]
-        assert engines.started[0].closed
+        engines.started[1].died.set_result("killed")
+        await asyncio.sleep(0)
+        assert not models.entries
 
 
 @in_loop
