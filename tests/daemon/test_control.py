@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import aiohttp
 from daemon_in_loop import in_loop, running_daemon
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -73,8 +74,6 @@ async def test_metrics() -> None:
 async def test_sites_are_kept_out_of_the_port_but_not_the_socket() -> None:
     async with running_daemon() as daemon:
         assert (await daemon.get("/health"))[0] == 200  # in the name of any-name, over the socket
-        import aiohttp
-
         async with aiohttp.ClientSession(base_url=f"http://127.0.0.1:{daemon.port}") as session:
             for headers, status in (
                 ({}, 200),
@@ -84,6 +83,7 @@ async def test_sites_are_kept_out_of_the_port_but_not_the_socket() -> None:
                 ({"Host": "127.0.0.1.evil.example"}, 403),
                 ({"Origin": "https://evil.example"}, 403),
                 ({"Origin": "null"}, 403),
+                ({"Origin": "vscode-webview://1a2b"}, 200),
                 ({"Authorization": "Bearer x", "x-api-key": "y"}, 200),
             ):
                 async with session.get("/health", headers=headers) as response:
