@@ -25,7 +25,7 @@ from quantd.engine.messages import ModelInfo
 @model_argument
 @click.argument("prompt", required=False)
 @click.option("--system", metavar="TEXT", help="System message.")
-@click.option("--temperature", type=float, help="0 always takes the likeliest token.")
+@click.option("--temperature", type=float, help="0, the default, always takes the likeliest token.")
 @click.option("--top-p", type=float, help="Draw from the likeliest tokens of this total probability.")
 @click.option("--max-tokens", type=int, help="Most tokens to answer with.")
 @click.option("--seed", type=int, help="The same seed gives the same answer.")

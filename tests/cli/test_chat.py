@@ -99,6 +99,9 @@ def test_a_session(terminal: Terminal, fake_daemon: FakeDaemon, environment: dic
     assert body["temperature"] == 0.5
     assert "seed" not in body
 
+    terminal.type("/set\n")
+    terminal.expect("system Be brief")
+    terminal.expect("temperature 0.5")
     terminal.type("/set top_p much\n")
     terminal.expect("top_p takes a number")
     terminal.type("/bogus\n")

@@ -103,7 +103,7 @@ def test_load_unload_stop(quantd, fake_daemon: FakeDaemon) -> None:
 
 def test_run_once(quantd, fake_daemon: FakeDaemon) -> None:
     at = ("--socket", str(fake_daemon.socket))
-    done = quantd("run", "tiny", "Hi", "--system", "Be brief", "--temperature", "0", "--max-tokens", "5", *at)
+    done = quantd("run", "tiny", "Hi", "--system", "Be brief", "--top-p", "0.5", "--max-tokens", "5", *at)
     assert (done.returncode, done.stdout, done.stderr) == (0, "Hello there\n", "loading tiny: 50 %\n")
     assert fake_daemon.bodies == [
         {
@@ -112,6 +112,7 @@ def test_run_once(quantd, fake_daemon: FakeDaemon) -> None:
             "stream": True,
             "stream_options": {"include_usage": True},
             "temperature": 0.0,
+            "top_p": 0.5,
             "max_tokens": 5,
         }
     ]
