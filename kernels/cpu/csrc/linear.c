@@ -26,7 +26,7 @@ static parts parts_of(const qd_weight *w, uint8_t *scratch) {
   p.row = p.out + MATMUL_ROWS * LANES;
   p.normed = p.row + row / 4;
   p.sum = p.normed + row / 4;
-  p.own = rows_at((uint8_t *)p.sum + row, 1, weight_blocks(w), w->int8_inputs);
+  p.own = rows_at((uint8_t *)p.sum + row, 1, weight_blocks(w));
   return p;
 }
 
@@ -64,18 +64,20 @@ static void enter(const void *args, const qd_step *step, qd_thread *thread) {
   if (a->norm) {
     norm_row(a->norm, 0, p.normed, p.sum);
     x = p.normed;
-    if (thread->id == 0) {
-      memcpy(a->norm->out, p.normed, (size_t)a->norm->width * sizeof(float));
-      if (a->norm->residual) memcpy(a->norm->sum, p.sum, (size_t)a->norm->width * sizeof(float));
-    }
   }
   prepare_row(a->weight, x, &p.own, 0, p.row);
+}
+
+/* What `enter` found as the norm of the only row, for other ops to read. */
+static void keep_norm(const qd_norm_args *norm, const parts *p) {
+  memcpy(norm->out, p->normed, (size_t)norm->width * sizeof(float));
+  if (norm->residual) memcpy(norm->sum, p->sum, (size_t)norm->width * sizeof(float));
 }
 
 static void prepare_chunk(const qd_linear_args *a, const qd_step *step, long index, qd_thread *thread) {
   const qd_weight *w = a->weight;
   parts p = parts_of(w, thread->scratch);
-  qd_rows rows = rows_at(thread->shared, step->num_tokens, weight_blocks(w), w->int8_inputs);
+  qd_rows rows = rows_at(thread->shared, step->num_tokens, weight_blocks(w));
   long last = min_long(step->num_tokens, (index + 1) * ROWS_PER_CHUNK);
   for (long m = index * ROWS_PER_CHUNK; m < last; m++) {
     const float *x = a->x + m * w->k;
@@ -130,9 +132,9 @@ static void multiply_chunk(const qd_linear_args *a, const qd_step *step, long in
   long panel = index % panel_chunks * per_chunk, last = min_long(panels, panel + per_chunk);
   long num_rows = min_long(MATMUL_ROWS, step->num_tokens - first);
   parts p = parts_of(a->weight, thread->scratch);
-  qd_rows rows = step->num_tokens == 1 ? p.own
-                                       : rows_at(thread->shared, step->num_tokens, weight_blocks(a->weight),
-                                                 a->weight->int8_inputs);
+  qd_rows rows = p.own;
+  if (step->num_tokens > 1) rows = rows_at(thread->shared, step->num_tokens, weight_blocks(a->weight));
+  if (a->norm && step->num_tokens == 1 && index == 0) keep_norm(a->norm, &p);
   multiply(a, &rows, first, num_rows, panel, last, &p);
   if (!a->glu) return;
   multiply(a, &rows, first, num_rows, panels + panel, panels + last, &p);

@@ -29,17 +29,18 @@ INLINE v16 accumulate(v16 acc, scales s, v16 sum, float x_scale, float x_sum) {
   return v_fma(s.offset, v_set1(x_sum), acc);
 }
 
-/* Scales cover whole blocks here. */
-INLINE void one_row(const qd_weight *w, int bits, int header, long panel, const qd_rows *rows, long row, float *out) {
+/* Scales cover whole blocks here, and the row is alone. */
+INLINE void one_row(const qd_weight *w, int bits, int header, long panel, const qd_rows *rows, long row,
+                    float *out) {
   long blocks = rows->blocks, per_header = w->group / BLOCK;
   const uint8_t *block = weight_block(w, bits, panel, 0), *head = weight_header(w, header, panel, 0);
-  const int8_t *q = rows->q + row * blocks * BLOCK;
-  const float *scale = rows->scale + row * blocks, *sum = rows->sum + row * blocks;
   v16 acc = v_zero();
   for (long b = 0; b < blocks; head += header_bytes(header)) {
     scales s = header_load(header, head);
-    for (long end = min_long(blocks, b + per_header); b < end; b++, block += block_bytes(bits))
-      acc = accumulate(acc, s, packed_dot(bits, block, q + BLOCK * b), scale[b], sum[b]);
+    for (long end = min_long(blocks, b + per_header); b < end; b++, block += block_bytes(bits)) {
+      qd_row_block x = row_block(rows, 1, row, b);
+      acc = accumulate(acc, s, packed_dot(bits, block, x.q), *x.scale, *x.sum);
+    }
   }
   v_store(out, acc);
 }
@@ -77,53 +78,58 @@ INLINE void unpack_tile(const qd_weight *w, int bits, int planes, int parts, lon
   }
 }
 
-/* Blocks first..last-1, in tile, of num_rows rows (a constant) from row on; adds to out. */
-INLINE void tile_rows(int num_rows, int planes, int parts, const uint8_t *tile, long first, long last,
-                      const qd_rows *rows, long row, float *out) {
-  v16 acc[TILE_ROWS];
-  for (int r = 0; r < num_rows; r++) acc[r] = v_load(out + LANES * r);
-  for (long b = first; b < last; b++, tile += tile_block_bytes(planes, parts)) {
-    const float *tile_scales = (const float *)(const void *)(tile + planes * PLANE_BYTES);
-    for (int part = 0; part < parts; part++) {
-      int begin = part * CHUNKS / 2, end = parts == 2 ? begin + CHUNKS / 2 : CHUNKS;
-      dot low[TILE_ROWS], high[TILE_ROWS];
+/* One part (of `parts`) of a block for num_rows rows (a constant) of a group, from x on. */
+INLINE void tile_part(int num_rows, int planes, int parts, int part, const uint8_t *tile, qd_row_block x, v16 *acc) {
+  int begin = part * CHUNKS / 2, end = parts == 2 ? begin + CHUNKS / 2 : CHUNKS;
+  const float *tile_scales = (const float *)(const void *)(tile + planes * PLANE_BYTES) + 2 * LANES * part;
+  dot low[TILE_ROWS], high[TILE_ROWS];
 UNROLL
-      for (int r = 0; r < num_rows; r++) low[r] = high[r] = dot_zero();
+  for (int r = 0; r < num_rows; r++) low[r] = high[r] = dot_zero();
 UNROLL
-      for (int c = begin; c < end; c++) {
-        codes q = codes_load(tile + CHUNK_BYTES * c), q_high = q;
-        if (planes == 2) q_high = codes_load(tile + PLANE_BYTES + CHUNK_BYTES * c);
+  for (int c = begin; c < end; c++) {
+    codes q = codes_load(tile + CHUNK_BYTES * c), q_high = q;
+    if (planes == 2) q_high = codes_load(tile + PLANE_BYTES + CHUNK_BYTES * c);
 UNROLL
-        for (int r = 0; r < num_rows; r++) {
-          const int8_t *x = rows->q + ((row + r) * rows->blocks + b) * BLOCK + 4 * c;
-          low[r] = dot_add(low[r], q, x);
-          if (planes == 2) high[r] = dot_add(high[r], q_high, x);
-        }
-      }
-      scales s = {v_load(tile_scales + 2 * LANES * part), v_load(tile_scales + 2 * LANES * part + LANES)};
-UNROLL
-      for (int r = 0; r < num_rows; r++) {
-        long at = (row + r) * rows->blocks + b;
-        vi16 sum = dot_ints(low[r]);
-        if (planes == 2) sum = vi_add(sum, vi_shift4(dot_ints(high[r])));
-        float x_sum = parts == 2 ? rows->half_sum[2 * at + part] : rows->sum[at];
-        acc[r] = accumulate(acc[r], s, vi_float(sum), rows->scale[at], x_sum);
-      }
+    for (int r = 0; r < num_rows; r++) {
+      low[r] = dot_add(low[r], q, x.q + BLOCK * r + 4 * c);
+      if (planes == 2) high[r] = dot_add(high[r], q_high, x.q + BLOCK * r + 4 * c);
     }
   }
+  scales s = {v_load(tile_scales), v_load(tile_scales + LANES)};
+  const float *x_sum = parts == 2 ? x.half_sum[part] : x.sum;
+UNROLL
+  for (int r = 0; r < num_rows; r++) {
+    vi16 sum = dot_ints(low[r]);
+    if (planes == 2) sum = vi_add(sum, vi_shift4(dot_ints(high[r])));
+    acc[r] = accumulate(acc[r], s, vi_float(sum), x.scale[r], x_sum[r]);
+  }
+}
+
+/* Blocks first..last-1, in tile, of num_rows rows (a constant) of one group of `group` from row on; adds to out. */
+INLINE void tile_rows(int num_rows, long group, int planes, int parts, const uint8_t *tile, long first, long last,
+                      const qd_rows *rows, long row, float *out) {
+  v16 acc[TILE_ROWS];
+UNROLL
+  for (int r = 0; r < num_rows; r++) acc[r] = v_load(out + LANES * r);
+  for (long b = first; b < last; b++, tile += tile_block_bytes(planes, parts)) {
+    qd_row_block x = row_block(rows, group, row, b);
+    tile_part(num_rows, planes, parts, 0, tile, x, acc);
+    if (parts == 2) tile_part(num_rows, planes, parts, 1, tile, x, acc);
+  }
+UNROLL
   for (int r = 0; r < num_rows; r++) v_store(out + LANES * r, acc[r]);
 }
 
 INLINE void tile_all_rows(int planes, int parts, const uint8_t *tile, long first, long last, const qd_rows *rows,
                           long row, long num_rows, float *out) {
   for (; num_rows >= TILE_ROWS; num_rows -= TILE_ROWS, row += TILE_ROWS, out += LANES * TILE_ROWS)
-    tile_rows(TILE_ROWS, planes, parts, tile, first, last, rows, row, out);
-#define TAIL(n)                                                                       \
-  if (n < TILE_ROWS && num_rows >= n) {                                               \
-    tile_rows(n < TILE_ROWS ? n : 1, planes, parts, tile, first, last, rows, row, out); \
-    num_rows -= n, row += n, out += LANES * n;                                        \
+    tile_rows(TILE_ROWS, TILE_ROWS, planes, parts, tile, first, last, rows, row, out);
+#define TAIL(n, group)                                                                         \
+  if (n < TILE_ROWS && num_rows >= n) {                                                        \
+    tile_rows(n < TILE_ROWS ? n : 1, group, planes, parts, tile, first, last, rows, row, out); \
+    num_rows -= n, row += n, out += LANES * n;                                                 \
   }
-  TAIL(4) TAIL(2) TAIL(1)
+  TAIL(4, TILE_ROWS) TAIL(2, TILE_ROWS) TAIL(1, rows->tile)
 #undef TAIL
 }
 
@@ -149,12 +155,12 @@ INLINE void one_row_of(const qd_weight *w, int bits, long panel, const qd_rows *
 
 INLINE void matmul_bits(const qd_weight *w, int bits, long panel, const qd_rows *rows, long first, long num_rows,
                         float *out, uint8_t *scratch) {
-  if (weight_parts(w) == 2)
-    many_rows(w, bits, 2, panel, rows, first, num_rows, out, scratch);
-  else if (num_rows == 1)
+  if (rows->tile == 1 && weight_parts(w) == 1)
     one_row_of(w, bits, panel, rows, first, out);
-  else
+  else if (weight_parts(w) == 1)
     many_rows(w, bits, 1, panel, rows, first, num_rows, out, scratch);
+  else
+    many_rows(w, bits, 2, panel, rows, first, num_rows, out, scratch);
 }
 
 void matmul_int8(const qd_weight *w, long panel, const qd_rows *rows, long first, long num_rows, float *out,

@@ -1,4 +1,7 @@
-/* The thread pool: workers spin for a while between steps, then sleep; barriers spin, then yield. */
+/* The thread pool: workers spin for a while between steps, then sleep.
+ *
+ * A phase ends when its chunks are done, not when every thread has come by: a thread that the system has put aside
+ * between two chunks holds nobody up, and passes over the phases it missed. */
 #include "pool.h"
 
 #include <pthread.h>
@@ -6,23 +9,24 @@
 #include <stdlib.h>
 
 #define SPINS_BEFORE_SLEEP 2000
-#define SPINS_BEFORE_YIELD 4000
+#define SPINS_BEFORE_YIELD 300
 #define ALIGNMENT 64
+#define ON_OWN_LINE __attribute__((aligned(ALIGNMENT)))
+
+/* gate: number of the step << 32, whether threads may join it, and how many workers are in it. */
+#define STEP_SHIFT 32
+#define OPEN (1u << 31)
+#define IN_STEP (OPEN - 1)
 
 struct qd_pool {
-  int num_threads;
-  /* The step being run. */
+  int num_threads, sleeping, stopping;
   const qd_op *ops;
   int64_t num_ops;
   const qd_step *step;
-  /* Each on its own cache line: claimed chunks, arrivals and number of the barrier, number of the step. */
-  __attribute__((aligned(ALIGNMENT))) long next_chunk;
-  __attribute__((aligned(ALIGNMENT))) int arrived;
-  __attribute__((aligned(ALIGNMENT))) unsigned barrier;
-  __attribute__((aligned(ALIGNMENT))) unsigned started;
-  __attribute__((aligned(ALIGNMENT))) int stopping;
-  int sleeping;
-  pthread_mutex_t mutex;
+  ON_OWN_LINE uint64_t gate;
+  ON_OWN_LINE uint64_t next; /* number of the phase << 32, next chunk of it */
+  ON_OWN_LINE long done;     /* chunks of the phase */
+  ON_OWN_LINE pthread_mutex_t mutex;
   pthread_cond_t wake;
   pthread_t *workers;
   qd_thread *threads;
@@ -36,67 +40,104 @@ static const qd_kernel *const kernels[QD_NUM_KINDS] = {
     [QD_ROPE] = &rope_kernel, [QD_ATTENTION] = &attention_kernel,
 };
 
-static void wait_for_all(qd_pool *pool) {
-  unsigned before = __atomic_load_n(&pool->barrier, __ATOMIC_RELAXED);
-  if (__atomic_add_fetch(&pool->arrived, 1, __ATOMIC_ACQ_REL) == pool->num_threads) {
-    pool->arrived = 0;
-    pool->next_chunk = 0;
-    __atomic_store_n(&pool->barrier, before + 1, __ATOMIC_RELEASE);
-    return;
-  }
-  for (long spins = 0; __atomic_load_n(&pool->barrier, __ATOMIC_ACQUIRE) == before; spins++) {
-    if (spins < SPINS_BEFORE_YIELD)
-      cpu_relax();
-    else
-      sched_yield();
-  }
+INLINE void relax(long spins) {
+  if (spins < SPINS_BEFORE_YIELD)
+    cpu_relax();
+  else
+    sched_yield();
 }
 
-static void run_phase(qd_thread *t, const qd_kernel *kernel, const void *args, const qd_step *step, int phase) {
-  long count = kernel->num_chunks(args, step, phase, t->num_threads), i;
-  if (count == 0) return;
-  while ((i = __atomic_fetch_add(&t->pool->next_chunk, 1, __ATOMIC_RELAXED)) < count)
-    kernel->chunk(args, step, phase, i, t);
-  wait_for_all(t->pool);
+INLINE uint32_t current_phase(qd_pool *pool) {
+  return (uint32_t)(__atomic_load_n(&pool->next, __ATOMIC_ACQUIRE) >> 32);
+}
+
+/* The next chunk of a phase, or -1 where all are taken or the phase is over. */
+static long claim(qd_pool *pool, uint32_t phase, long count) {
+  uint64_t next = __atomic_load_n(&pool->next, __ATOMIC_ACQUIRE);
+  do
+    if ((uint32_t)(next >> 32) != phase || (long)(uint32_t)next >= count) return -1;
+  while (!__atomic_compare_exchange_n(&pool->next, &next, next + 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+  return (long)(uint32_t)next;
+}
+
+static void run_phase(qd_thread *t, const qd_kernel *kernel, const void *args, int phase, uint32_t number, long count) {
+  qd_pool *pool = t->pool;
+  long i;
+  while ((i = claim(pool, number, count)) >= 0) {
+    kernel->chunk(args, pool->step, phase, i, t);
+    if (__atomic_add_fetch(&pool->done, 1, __ATOMIC_ACQ_REL) == count) {
+      pool->done = 0;
+      __atomic_store_n(&pool->next, (uint64_t)(number + 1) << 32, __ATOMIC_RELEASE);
+    }
+  }
+  for (long spins = 0; current_phase(pool) == number; spins++) relax(spins);
 }
 
 static void run_ops(qd_thread *t) {
-  const qd_op *ops = t->pool->ops;
-  const qd_step *step = t->pool->step;
-  int64_t num_ops = t->pool->num_ops;
-  for (int64_t i = 0; i < num_ops; i++) {
-    const qd_kernel *kernel = kernels[ops[i].kind];
-    if (kernel->enter) kernel->enter(ops[i].args, step, t);
-    for (int phase = 0; phase < kernel->num_phases; phase++) run_phase(t, kernel, ops[i].args, step, phase);
+  qd_pool *pool = t->pool;
+  uint32_t number = 0; /* of the next phase that has chunks */
+  for (int64_t i = 0; i < pool->num_ops; i++) {
+    const qd_kernel *kernel = kernels[pool->ops[i].kind];
+    const void *args = pool->ops[i].args;
+    if (kernel->enter && current_phase(pool) == number) kernel->enter(args, pool->step, t);
+    for (int phase = 0; phase < kernel->num_phases; phase++) {
+      long count = kernel->num_chunks(args, pool->step, phase, t->num_threads);
+      if (count > 0) run_phase(t, kernel, args, phase, number++, count);
+    }
   }
-  wait_for_all(t->pool); /* ops and step are the caller's again once it returns */
 }
 
-static void wait_for_step(qd_pool *pool, unsigned seen) {
+INLINE uint64_t gate_of(qd_pool *pool) { return __atomic_load_n(&pool->gate, __ATOMIC_ACQUIRE); }
+
+/* Waits for a step other than `seen`. */
+static void wait_for_step(qd_pool *pool, uint32_t seen) {
   for (int spins = 0; spins < SPINS_BEFORE_SLEEP; spins++) {
-    if (__atomic_load_n(&pool->started, __ATOMIC_ACQUIRE) != seen) return;
+    if ((uint32_t)(gate_of(pool) >> STEP_SHIFT) != seen) return;
     cpu_relax();
   }
   pthread_mutex_lock(&pool->mutex);
   pool->sleeping++;
-  while (__atomic_load_n(&pool->started, __ATOMIC_ACQUIRE) == seen) pthread_cond_wait(&pool->wake, &pool->mutex);
+  while ((uint32_t)(gate_of(pool) >> STEP_SHIFT) == seen) pthread_cond_wait(&pool->wake, &pool->mutex);
   pool->sleeping--;
   pthread_mutex_unlock(&pool->mutex);
 }
 
-static void start_step(qd_pool *pool) {
+/* Opens the next step, or with `open` 0 only wakes everyone. */
+static void start_step(qd_pool *pool, uint32_t open) {
   pthread_mutex_lock(&pool->mutex);
-  __atomic_add_fetch(&pool->started, 1, __ATOMIC_RELEASE);
+  uint64_t number = (pool->gate >> STEP_SHIFT) + 1;
+  __atomic_store_n(&pool->gate, number << STEP_SHIFT | open, __ATOMIC_RELEASE);
   if (pool->sleeping) pthread_cond_broadcast(&pool->wake);
   pthread_mutex_unlock(&pool->mutex);
 }
 
+/* Closes the step; afterwards ops and step are the caller's again. */
+static void end_step(qd_pool *pool) {
+  __atomic_and_fetch(&pool->gate, ~(uint64_t)OPEN, __ATOMIC_ACQ_REL);
+  for (long spins = 0; gate_of(pool) & IN_STEP; spins++) relax(spins);
+}
+
+/* Whether the worker is in the step: it may have come too late. */
+static int join_step(qd_pool *pool, uint32_t *seen) {
+  uint64_t gate = gate_of(pool);
+  do {
+    *seen = (uint32_t)(gate >> STEP_SHIFT);
+    if (!(gate & OPEN)) return 0;
+  } while (!__atomic_compare_exchange_n(&pool->gate, &gate, gate + 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+  return 1;
+}
+
 static void *work(void *arg) {
   qd_thread *t = arg;
-  for (unsigned seen = 0;; seen++) {
+  uint32_t seen = 0;
+  for (;;) {
     wait_for_step(t->pool, seen);
-    if (t->pool->stopping) return NULL;
-    run_ops(t);
+    if (join_step(t->pool, &seen)) {
+      run_ops(t);
+      __atomic_sub_fetch(&t->pool->gate, 1, __ATOMIC_ACQ_REL);
+    } else if (t->pool->stopping) {
+      return NULL;
+    }
   }
 }
 
@@ -132,8 +173,11 @@ int32_t qd_run(qd_pool *pool, const qd_op *ops, int64_t num_ops, const qd_step *
   pool->ops = ops;
   pool->num_ops = num_ops;
   pool->step = step;
-  if (pool->num_threads > 1) start_step(pool);
+  pool->next = 0;
+  pool->done = 0;
+  if (pool->num_threads > 1) start_step(pool, OPEN);
   run_ops(&pool->threads[0]);
+  if (pool->num_threads > 1) end_step(pool);
   return 0;
 }
 
@@ -149,7 +193,7 @@ static void free_pool(qd_pool *pool) {
 
 static void stop_workers(qd_pool *pool, int num_workers) {
   pool->stopping = 1;
-  start_step(pool);
+  start_step(pool, 0);
   for (int i = 0; i < num_workers; i++) pthread_join(pool->workers[i], NULL);
 }
 

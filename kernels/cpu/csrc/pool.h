@@ -1,5 +1,6 @@
 /* Threads that walk a list of ops together. An op is a few phases; a phase is a number of independent chunks that
- * threads claim from one counter, and ends at a barrier. Which thread runs a chunk never changes its result. */
+ * threads claim from one counter, and begins when the one before is done. Which thread runs a chunk never changes its
+ * result. */
 #ifndef QD_POOL_H
 #define QD_POOL_H
 
@@ -20,7 +21,8 @@ typedef struct {
   long (*scratch_bytes)(const void *args, const qd_step *step);
   /* Chunks of a phase; 0 skips it. */
   long (*num_chunks)(const void *args, const qd_step *step, int phase, int num_threads);
-  /* Run by every thread at the start of the op; may be NULL. */
+  /* Run by every thread that is in time for the op, at its start; may be NULL. May only write the thread's scratch: a
+   * thread put aside in it may find its inputs overwritten, and then gets no chunk of the op. */
   void (*enter)(const void *args, const qd_step *step, qd_thread *thread);
   void (*chunk)(const void *args, const qd_step *step, int phase, long index, qd_thread *thread);
 } qd_kernel;

@@ -1,6 +1,6 @@
 /* arm64 with the dot product extension: four registers hold the lanes. */
 #include <arm_neon.h>
-#define TILE_ROWS 3
+#define TILE_ROWS 4
 #ifdef __ARM_FEATURE_MATMUL_INT8
 #define PATH_NAME "neon-i8mm"
 #define DOT_TAKES_8_BITS 1
