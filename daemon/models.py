@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from quantd.daemon.errors import ModelNotFoundError
+from quantd.daemon.model_files import sampling_defaults
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError, EngineDiedError
@@ -69,12 +70,18 @@ MakeConfig = Callable[[Path, Mapping[str, Any]], EngineConfig]
 
 
 class LoadedModel:
-    """A model that answers. num_requests: those that hold it now."""
+    """A model that answers.
 
-    def __init__(self, name: str, engine: Engine, tokenizer: Tokenizer) -> None:
+    defaults: SamplingParams fields for requests that leave them open. num_requests: those that hold it.
+    """
+
+    def __init__(
+        self, name: str, engine: Engine, tokenizer: Tokenizer, defaults: Mapping[str, float]
+    ) -> None:
         self.name = name
         self.engine = engine
         self.tokenizer = tokenizer
+        self.defaults = defaults
         self.num_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -243,12 +250,14 @@ class Models:
         return names[0]
 
     async def _load(self, entry: ModelEntry, config: EngineConfig) -> LoadedModel:
-        tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model_path))
+        folder = Path(config.model_path)
+        defaults = sampling_defaults(folder)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         engine = await self._start_engine(config, entry.report)
         if entry.state == "loading":
             entry.state = "ready"
         engine.died.add_done_callback(lambda died: self._note_died(entry, died.result()))
-        return LoadedModel(entry.name, engine, tokenizer)
+        return LoadedModel(entry.name, engine, tokenizer, defaults)
 
     async def _start_engine(self, config: EngineConfig, report: Progress) -> Engine:
         """Start an engine, in place of idle models where memory is short."""

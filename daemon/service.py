@@ -31,11 +31,13 @@ _LONG_TEXT = 20_000
 class Options:
     """How to answer. sampling: its stop_token_ids are the client's own; the model's are added here.
 
-    n: choices for each prompt; a seeded request gives choice j the seed plus j. cache_salt: prompts
-    share cached prefixes only under the same salt.
+    open: fields of sampling that the client left open, for which the model has defaults of its own.
+    n: choices for each prompt; a seeded request gives choice j the seed plus j. cache_salt: prompts share
+    cached prefixes only under the same salt.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    open: frozenset[str] = frozenset()
     n: int = 1
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -176,7 +178,9 @@ def _choice(
 
 def _sampling(options: Options, model: LoadedModel, number: int, echo: bool) -> SamplingParams:
     """The engine's parameters of a prompt's choice `number`."""
-    sampling, vocab_size = options.sampling, model.engine.info.vocab_size
+    defaults: dict[str, Any] = {name: model.defaults[name] for name in options.open & model.defaults.keys()}
+    sampling = msgspec.structs.replace(options.sampling, **defaults)
+    vocab_size = model.engine.info.vocab_size
     ends = tuple(
         end for end in sorted(model.tokenizer.end_ids) if end < vocab_size and not options.ignore_eos
     )

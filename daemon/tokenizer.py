@@ -13,6 +13,7 @@ from typing import Any
 
 import tokenizers
 
+from quantd.daemon.model_files import read_json
 from quantd.daemon.templates import ChatTemplate
 from quantd.daemon.text import (
     IncrementalDetokenizer,
@@ -76,7 +77,7 @@ class Tokenizer:
             raise CheckpointError(f"{file}: not a valid tokenizer: {error}") from error
         core.no_truncation()
         core.no_padding()
-        config = _read_json(folder / "tokenizer_config.json")
+        config = read_json(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(config)
         source = _template_source(folder, config)
         template = None if source is None else ChatTemplate(source, special_tokens)
@@ -151,8 +152,8 @@ def _end_ids(
     specials = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
     names += [name for name in _TURN_ENDS if name in specials and name in (template or "")]
     ids = {token_id for name in names if name and (token_id := core.token_to_id(name)) is not None}
-    config = _read_json(folder / "config.json")
-    for source in (config, config.get("text_config"), _read_json(folder / "generation_config.json")):
+    config = read_json(folder / "config.json")
+    for source in (config, config.get("text_config"), read_json(folder / "generation_config.json")):
         ids |= _id_list(source.get("eos_token_id")) if isinstance(source, dict) else set()
     return ids
 
@@ -183,16 +184,3 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("default") or next(iter(named.values()), None)
     return template if isinstance(template, str) else None
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, or {} where there is no such file."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: holds no JSON object")
-    return value

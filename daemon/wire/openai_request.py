@@ -3,9 +3,10 @@
 Source: OpenAI API reference, chat/completions and completions, with the extras that local clients send
 (top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, cache_salt,
 chat_template_kwargs). null means the default, unknown fields are ignored, no value is coerced, and what
-would change the answer but is not supported is refused by name. Own rules: max_tokens -1 is "no limit";
-stream_options without stream is ignored; empty stop strings are none; text parts are joined by a newline;
-token ids of padded embedding rows, which have no text, are accepted.
+would change the answer but is not supported is refused by name. Own rules: sampling fields default to the
+model's own; max_tokens -1 is "no limit"; stream_options without stream is ignored; empty stop strings are
+none; text parts are joined by a newline; token ids of padded embedding rows, which have no text, are
+accepted.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {n}", "n")
         return Options(
             sampling=self._sampling(max_tokens, logprobs),
+            open=frozenset(name for name in _SAMPLING_FIELDS if getattr(self, name) is None),
             n=n,
             stop=_stop_strings(self.stop),
             ignore_eos=bool(self.ignore_eos),
