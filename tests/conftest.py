@@ -9,17 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from quantd.daemon.store import Store
+
 REPO = Path(__file__).parents[1]
 FIXTURES = Path(__file__).parent / "data" / "fixtures"
+# What is kept from one run to the next: the real model, compiled kernels.
+TEST_HOME = Path(os.environ.get("QUANTD_TEST_HOME", REPO / "build" / "test-home")).absolute()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the tests, and the processes that they start, an empty home of quantd."""
+    """Give the tests, and the processes that they start, an empty home of quantd and a cache of their own."""
     settings = [name for name in os.environ if name.startswith("QUANTD_") and name != "QUANTD_TEST_HOME"]
     for name in settings:
         del os.environ[name]
     home = tempfile.mkdtemp(prefix="quantd-")
     os.environ["QUANTD_HOME"] = home
+    os.environ["XDG_CACHE_HOME"] = str(TEST_HOME / "cache")
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
 
 
@@ -27,3 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def fixture_folders() -> dict[str, Path]:
     """Small checkpoints that other tools wrote, by name."""
     return {folder.name: folder for folder in sorted(FIXTURES.iterdir())}
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of the small real model, fetched by the first run that needs it."""
+    return Store(TEST_HOME / "models").pull("smollm2").path

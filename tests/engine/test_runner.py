@@ -24,7 +24,7 @@ VOCAB = 512
 
 
 def config_of(folder: Path, **options: Any) -> EngineConfig:
-    return EngineConfig(model_path=str(folder), **({"kv_memory": 4 << 20} | options))
+    return EngineConfig(model_path=str(folder), **({"kv_memory": 4 << 20, "threads": 1} | options))
 
 
 def build(config: EngineConfig) -> ModelRunner:
@@ -123,9 +123,9 @@ def test_a_request_is_the_same_alone_and_in_any_company(serve: Serve) -> None:
 
 
 def test_a_preempted_request_goes_on_as_if_nothing_had_been(fixture_folders: dict[str, Path]) -> None:
-    small = config_of(fixture_folders[MODEL], kv_memory=96 << 10, max_model_len=128)
+    small = config_of(fixture_folders[MODEL], kv_memory=50 << 10, max_model_len=128)
     runner = build(small)
-    assert runner.info.num_blocks < 16
+    assert runner.info.num_blocks == 10
     requests = mixed_requests()
     alone = InProcessEngine(small, runner).serve_alone(requests)
     crowded = InProcessEngine(small, runner)
@@ -140,7 +140,7 @@ def test_prompt_logprobs_are_the_same_cold_warm_and_in_chunks(
     serve: Serve, runner: ModelRunner, length: int
 ) -> None:
     """Case c15: positions asked for are computed again, whatever the prefix cache holds."""
-    asking = request("asking", prompt_of(length), prompt_logprobs=2, logprobs=2)
+    asking = request("asking", prompt_of(length), prompt_logprobs=2, logprobs=2, temperature=0.0)
     warming = request("warming", prompt_of(length))
     (cold,) = serve([asking], prefix_caching=False)
     _, warm = serve([warming, asking], max_num_requests=1)
