@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import Structure, addressof, c_int64, pointer
-from dataclasses import dataclass, field
-from typing import Any
+from ctypes import addressof, c_int64, pointer
 
 import torch
 from torch import Tensor
 
 from quantd.kernels.cpu import library
 from quantd.kernels.cpu.library import Kind, Library, Step
+from quantd.kernels.cpu.program import Call, Replay, place
 from quantd.kernels.cpu.weights import PackedMatrix, pack
 from quantd.kernels.ops import Activation, AttentionInputs, HeadShape, KVLayer, QKNorm, RopeTable
 from quantd.kernels.weights import Weight
@@ -19,18 +18,6 @@ from quantd.kernels.weights import Weight
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 _KV_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 _MAX_HEAD_DIM = 1024
-
-
-@dataclass(frozen=True)
-class Call:
-    """One op: the struct of its kind, the tensors its pointer fields read and write in a step, and
-    what else must live as long as the struct."""
-
-    kind: Kind
-    args: Structure
-    reads: dict[str, Tensor]
-    writes: dict[str, Tensor]
-    keep: tuple[Any, ...] = field(default=())
 
 
 class CpuOps:
@@ -45,6 +32,7 @@ class CpuOps:
     def __init__(self, lib: Library, int8_activations: bool) -> None:
         self._lib = lib
         self._int8 = int8_activations
+        self._calls: list[Call] | None = None  # of the forward being recorded
 
     @property
     def name(self) -> str:
@@ -63,7 +51,7 @@ class CpuOps:
         """linear(x) * scale, softcapped -> [M, N]."""
         x, out = _rows(x, packed.shape[1]), _new(x, packed.shape[0])
         args = library.LinearArgs(weight=pointer(packed.struct), scale=scale, softcap=softcap)
-        self._run(Call(Kind.LINEAR, args, {"x": x}, {"out": out}, (packed,)), _step(x))
+        self._run(Call(Kind.LINEAR, args, {"x": x}, {"out": out}, _step(x), (packed,)))
         return out
 
     def embedding(self, token_ids: Tensor, packed: PackedMatrix, scale: float = 1.0) -> Tensor:
@@ -72,14 +60,14 @@ class CpuOps:
         out = _new(token_ids, packed.shape[1])
         args = library.EmbeddingArgs(weight=pointer(packed.struct), scale=scale)
         step = Step(num_tokens=len(token_ids), token_ids=token_ids.data_ptr())
-        self._run(Call(Kind.EMBEDDING, args, {}, {"out": out}, (packed,)), step)
+        self._run(Call(Kind.EMBEDDING, args, {}, {"out": out}, step, (packed, token_ids)))
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x * rsqrt(mean(x^2) + eps) * weight."""
         x, out = _rows(x, len(weight)), _new(x, len(weight))
         args = library.NormArgs(weight=_constant(weight), width=len(weight), eps=eps)
-        self._run(Call(Kind.NORM, args, {"x": x}, {"out": out}, (weight,)), _step(x))
+        self._run(Call(Kind.NORM, args, {"x": x}, {"out": out}, _step(x), (weight,)))
         return out
 
     def add_rms_norm(
@@ -90,8 +78,8 @@ class CpuOps:
         x, residual = _rows(x, width), _rows(residual, width)
         out, total = _new(x, width), _new(x, width)
         args = library.NormArgs(weight=_constant(weight), width=width, eps=eps, scale=scale)
-        call = Call(Kind.NORM, args, {"x": x, "residual": residual}, {"out": out, "sum": total}, (weight,))
-        self._run(call, _step(x))
+        reads, writes = {"x": x, "residual": residual}, {"out": out, "sum": total}
+        self._run(Call(Kind.NORM, args, reads, writes, _step(x), (weight,)))
         return out, total
 
     def rope_kv_write(
@@ -114,8 +102,8 @@ class CpuOps:
         if qk_norm is not None:
             args.q_norm, args.k_norm = _constant(qk_norm.q_weight), _constant(qk_norm.k_weight)
             args.eps = qk_norm.eps
-        call = Call(Kind.ROPE, args, {"qkv": qkv}, {"out": out}, (kv, layer, rope, qk_norm))
-        self._run(call, _step(qkv, inputs))
+        keep = (kv, layer, rope, qk_norm, inputs)
+        self._run(Call(Kind.ROPE, args, {"qkv": qkv}, {"out": out}, _step(qkv, inputs), keep))
         return out
 
     def attention(
@@ -136,7 +124,8 @@ class CpuOps:
             kv=pointer(kv), heads=_heads(heads), window=window, scale=scale, softcap=softcap
         )
         args.int8_queries = self._int8 and layer.k_scale is not None
-        self._run(Call(Kind.ATTENTION, args, {"q": q}, {"out": out}, (kv, layer)), _step(q, inputs))
+        step, keep = _step(q, inputs), (kv, layer, inputs)
+        self._run(Call(Kind.ATTENTION, args, {"q": q}, {"out": out}, step, keep))
         return out
 
     def glu(self, gate_up: Tensor, activation: Activation) -> Tensor:
@@ -144,7 +133,7 @@ class CpuOps:
         width = gate_up.shape[1] // 2
         gate_up, out = _rows(gate_up, 2 * width), _new(gate_up, width)
         args = library.GluArgs(width=width, activation=_ACTIVATIONS[activation])
-        self._run(Call(Kind.GLU, args, {"gate_up": gate_up}, {"out": out}), _step(gate_up))
+        self._run(Call(Kind.GLU, args, {"gate_up": gate_up}, {"out": out}, _step(gate_up)))
         return out
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
@@ -154,18 +143,30 @@ class CpuOps:
         for part, width in zip(parts, widths, strict=True):
             x = _rows(part, width)
             args = library.CopyArgs(width=width, out_width=sum(widths), column=column)
-            self._run(Call(Kind.COPY, args, {"x": x}, {"out": out}), _step(x))
+            self._run(Call(Kind.COPY, args, {"x": x}, {"out": out}, _step(x)))
             column += width
         return out
 
     def compile(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Not recorded."""
-        return forward
+        """`forward` (token_ids, inputs, kv) recorded on its first call and replayed, with the same bits.
 
-    def _run(self, call: Call, step: Step) -> None:
-        for name, tensor in (call.reads | call.writes).items():
-            setattr(call.args, name, tensor.data_ptr())
-        self._lib.run([library.Op(call.kind, addressof(call.args))], step)
+        kv must be the same list each time, else it is recorded anew; token_ids int32.
+        """
+        return Replay(self._lib, forward, self._record)
+
+    def _record(self, forward: Callable[[], Tensor]) -> tuple[Tensor, list[Call]]:
+        """Run it; its result, and the calls it made."""
+        self._calls = calls = list[Call]()
+        try:
+            return forward(), calls
+        finally:
+            self._calls = None
+
+    def _run(self, call: Call) -> None:
+        call.point()
+        self._lib.run([library.Op(call.kind, addressof(call.args))], call.step)
+        if self._calls is not None:
+            self._calls.append(call)
 
 
 def _rows(x: Tensor, width: int) -> Tensor:
@@ -192,15 +193,6 @@ def _step(x: Tensor, inputs: AttentionInputs | None = None) -> Step:
     if inputs is not None:
         place(step, inputs)
     return step
-
-
-def place(step: Step, inputs: AttentionInputs) -> None:
-    """Point a step at where its tokens stand; the tensors must outlive its run."""
-    step.num_requests, step.max_blocks = inputs.block_tables.shape
-    for name in ("positions", "slots", "query_start", "context_len", "block_tables"):
-        tensor: Tensor = getattr(inputs, name)
-        assert tensor.dtype == torch.int32 and tensor.is_contiguous(), (name, tensor.dtype, tensor.stride())
-        setattr(step, name, tensor.data_ptr())
 
 
 def _kv(layer: KVLayer) -> library.KV:
