@@ -97,37 +97,34 @@ static void load_queries(tile *t) {
   }
 }
 
-/* Where tokens first .. first + count - 1 of the request lie. */
-static void locate(const tile *t, const void *data, const int64_t stride[3], long first, long count,
-                   const uint8_t *rows[GROUP]) {
+/* Where tokens first .. first + count - 1 of the request lie, and their scales (0 for the others). */
+static void locate(const tile *t, const void *data, const int64_t stride[3], const float *scale_data,
+                   const int64_t scale_stride[3], long first, long count, const uint8_t *rows[GROUP], float *scales) {
   const qd_kv *kv = t->a->kv;
-  for (long i = 0; i < count; i++) {
-    long token = first + i, block = t->table[token / kv->block_size];
-    rows[i] = (const uint8_t *)data +
-              kv_at(stride, block, t->head, token % kv->block_size) * kv_element_bytes(kv->type);
-  }
-}
-
-static void load_scales(const tile *t, const float *data, const int64_t stride[3], long first, long count, float *to) {
-  const qd_kv *kv = t->a->kv;
-  for (long i = 0; i < GROUP; i++) {
-    long token = first + i;
-    to[i] = i < count ? data[kv_at(stride, t->table[token / kv->block_size], t->head, token % kv->block_size)] : 0.0f;
+  long block = first / kv->block_size, token = first % kv->block_size, size = kv_element_bytes(kv->type);
+  if (scale_data) memset(scales, 0, GROUP * sizeof(float));
+  for (long i = 0; i < count; block++, token = 0) {
+    long last = min_long(count, i + kv->block_size - token), id = t->table[block];
+    const uint8_t *row = (const uint8_t *)data + kv_at(stride, id, t->head, token) * size;
+    const float *scale = scale_data ? scale_data + kv_at(scale_stride, id, t->head, token) : NULL;
+    for (; i < last; i++, row += stride[2] * size) {
+      rows[i] = row;
+      if (scale) scales[i] = *scale, scale += scale_stride[2];
+    }
   }
 }
 
 /* k_tile = keys of a group, shifted by 128, as chunks of 4 elements x 16 tokens, in planes. */
 static void load_keys_int8(tile *t, const uint8_t *rows[GROUP], long count) {
   long dim = t->a->heads.head_dim, chunks = t->padded_dim / 4;
-  uint8_t padded[1024 + BLOCK];
-  memset(t->k_tile, 0, (size_t)(t->padded_dim * GROUP));
-  for (long i = 0; i < count; i++) {
-    const uint8_t *from = rows[i];
-    if (dim % 4) {
-      memset(padded, 0, (size_t)t->padded_dim);
-      from = memcpy(padded, from, (size_t)dim);
+  uint8_t zeros[64] = {0}, ends[GROUP][64];
+  for (long d = 0; d < dim; d += 64) {
+    const uint8_t *parts[GROUP];
+    for (long i = 0; i < GROUP; i++) {
+      parts[i] = i < count ? rows[i] + d : zeros;
+      if (dim - d < 64) parts[i] = memcpy(memset(ends[i], 0, 64), parts[i], (size_t)(dim - d));
     }
-    for (long c = 0; 4 * c < dim; c++) memcpy(t->k_tile + 64 * c + 4 * i, from + 4 * c, 4);
+    words_transpose(parts, t->k_tile + GROUP * d);
   }
   for (long c = 0; c < chunks; c++) {
     codes k = codes_flip_sign(codes_load(t->k_tile + 64 * c));
@@ -149,53 +146,86 @@ INLINE void load_keys_float(tile *t, int type, const uint8_t *rows[GROUP], long 
     }
 }
 
-INLINE void load_values(tile *t, int type, const uint8_t *rows[GROUP], long count) {
-  long dim = t->a->heads.head_dim;
-  for (long i = 0; i < count; i++)
-    for (long d = 0; d < t->padded_dim; d += LANES) {
-      v16 v = v_zero();
-      if (d < dim) v = kv_load(type, rows[i] + d * kv_element_bytes(type), min_long(LANES, dim - d));
-      v_store(t->v_tile + i * t->padded_dim + d, v);
-    }
-}
+/* Where a row's scores of the group at `start` lie. */
+INLINE float *group_scores(const tile *t, long row, long start) { return t->scores + row * SPLIT + start % SPLIT; }
 
-INLINE v16 score_int8(const tile *t, long row) {
+/* Integer dots of num rows (a constant) from `row` on with a group's keys. */
+INLINE void score_int8(tile *t, int num, long row, long start) {
   const int8_t *q = t->q_codes + row * t->padded_dim;
-  long chunks = t->padded_dim / 4;
-  vi16 sum = vi_set1(t->q_sum[row]);
+  long dim = t->padded_dim, chunks = dim / 4;
+  vi16 sum[SHARED_ROWS];
+UNROLL
+  for (int r = 0; r < num; r++) sum[r] = vi_set1(t->q_sum[row + r]);
   for (long b = 0; b < chunks; b += 8) {
-    dot low = dot_zero(), high = dot_zero();
+    dot low[SHARED_ROWS], high[SHARED_ROWS];
+UNROLL
+    for (int r = 0; r < num; r++) low[r] = high[r] = dot_zero();
 UNROLL
     for (long c = b; c < b + 8; c++) {
-      low = dot_add(low, codes_load(t->k_tile + 64 * c), q + 4 * c);
-      if (WIDE_PLANES == 2) high = dot_add(high, codes_load(t->k_tile + 64 * (chunks + c)), q + 4 * c);
+      codes k = codes_load(t->k_tile + 64 * c), k_high = k;
+      if (WIDE_PLANES == 2) k_high = codes_load(t->k_tile + 64 * (chunks + c));
+UNROLL
+      for (int r = 0; r < num; r++) {
+        low[r] = dot_add(low[r], k, q + r * dim + 4 * c);
+        if (WIDE_PLANES == 2) high[r] = dot_add(high[r], k_high, q + r * dim + 4 * c);
+      }
     }
-    sum = vi_add(sum, dot_ints(low));
-    if (WIDE_PLANES == 2) sum = vi_add(sum, vi_shift4(dot_ints(high)));
+UNROLL
+    for (int r = 0; r < num; r++) {
+      sum[r] = vi_add(sum[r], dot_ints(low[r]));
+      if (WIDE_PLANES == 2) sum[r] = vi_add(sum[r], vi_shift4(dot_ints(high[r])));
+    }
   }
-  return v_mul(vi_float(sum), v_mul(v_load(t->k_scales), v_set1(t->q_scale[row])));
+  v16 k_scales = v_load(t->k_scales);
+UNROLL
+  for (int r = 0; r < num; r++)
+    v_store(group_scores(t, row + r, start), v_mul(vi_float(sum[r]), v_mul(k_scales, v_set1(t->q_scale[row + r]))));
 }
 
-INLINE v16 score_float(const tile *t, long row) {
-  const float *q = t->queries + row * t->padded_dim, *k = (const float *)(const void *)t->k_tile;
-  v16 sum[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
-  for (long d = 0; d < t->padded_dim; d += 4)
-    for (int i = 0; i < 4; i++) sum[i] = v_fma(v_set1(q[d + i]), v_load(k + GROUP * (d + i)), sum[i]);
-  v16 total = v_mul(v_add(v_add(sum[0], sum[1]), v_add(sum[2], sum[3])), v_set1(t->a->scale));
-  return t->a->kv->type == KV_INT8 ? v_mul(total, v_load(t->k_scales)) : total;
+INLINE void score_float(tile *t, int num, long row, long start) {
+  const float *k = (const float *)(const void *)t->k_tile;
+  for (long end = row + num; row < end; row++) {
+    const float *q = t->queries + row * t->padded_dim;
+    v16 sum[4] = {v_zero(), v_zero(), v_zero(), v_zero()};
+    for (long d = 0; d < t->padded_dim; d += 4)
+UNROLL
+      for (int i = 0; i < 4; i++) sum[i] = v_fma(v_set1(q[d + i]), v_load(k + GROUP * (d + i)), sum[i]);
+    v16 total = v_mul(v_add(v_add(sum[0], sum[1]), v_add(sum[2], sum[3])), v_set1(t->a->scale));
+    v_store(group_scores(t, row, start), t->a->kv->type == KV_INT8 ? v_mul(total, v_load(t->k_scales)) : total);
+  }
 }
 
-/* Scores of the group at `start` of every row that sees some of it; unseen lanes -inf. */
-static void score_group(tile *t, long start, long split_start) {
+INLINE void score_rows(tile *t, int num, long row, long start) {
+  if (t->a->int8_queries)
+    score_int8(t, num, row, start);
+  else
+    score_float(t, num, row, start);
+}
+
+/* Tokens first..last-1 of the group at `start` that a row sees. */
+INLINE void seen_tokens(const tile *t, long row, long start, long *first, long *last) {
+  long position = row_position(t, row);
+  *first = max_long(0, first_seen(t, position) - start);
+  *last = min_long(GROUP, position + 1 - start);
+}
+
+/* Scores after the cap, -inf where unseen. */
+static void mask_scores(tile *t, long row, long start) {
   const float cap = t->a->softcap;
-  for (long row = 0; row < t->num_rows; row++) {
-    long position = row_position(t, row), seen = first_seen(t, position);
-    if (start > position || start + GROUP <= seen) continue;
-    v16 s = t->a->int8_queries ? score_int8(t, row) : score_float(t, row);
-    if (cap > 0.0f) s = v_mul(v_tanh(v_div(s, v_set1(cap))), v_set1(cap));
-    s = v_keep(s, seen - start, position + 1 - start, v_set1(-INFINITY));
-    v_store(t->scores + row * SPLIT + start - split_start, s);
-  }
+  float *scores = group_scores(t, row, start);
+  long first, last;
+  v16 s = v_load(scores);
+  if (cap > 0.0f) s = v_mul(v_tanh(v_div(s, v_set1(cap))), v_set1(cap));
+  seen_tokens(t, row, start, &first, &last);
+  v_store(scores, v_keep(s, first, last, v_set1(-INFINITY)));
+}
+
+/* Scores of the group at `start` for every row; rows that see none of it are scored too and never looked at. */
+static void score_group(tile *t, long start) {
+  long row = 0;
+  for (; row + SHARED_ROWS <= t->num_rows; row += SHARED_ROWS) score_rows(t, SHARED_ROWS, row, start);
+  for (; row < t->num_rows; row++) score_rows(t, 1, row, start);
+  for (row = 0; row < t->num_rows; row++) mask_scores(t, row, start);
 }
 
 /* The groups of this split that a row sees: first..last-1 as tokens from the split's start. */
@@ -225,66 +255,113 @@ static void weigh(tile *t, long row, long split_start) {
   memset(result + LANES, 0, (size_t)t->padded_dim * sizeof(float));
 }
 
-/* result += sum over tokens of weight * value, token by token; num: vectors of 16 at once, a constant. */
-INLINE void add_values(int num, const float *weights, long count, const float *values, long stride, float *result) {
-  v16 acc[4];
+/* What a row's values are added to. */
+INLINE float *row_values(const tile *t, long row) { return t->partial + row * result_floats(t->padded_dim) + LANES; }
+
+/* values of num_rows rows += sum over tokens first..last-1 of the group of weight * value, token by token, for
+ * num_vectors vectors from element d on; both numbers are constants. */
+INLINE void add_values(tile *t, int num_rows, int num_vectors, long row, long d, long start, long first, long last) {
+  v16 acc[SHARED_ROWS][SHARED_VECTORS];
+  const float *weights[SHARED_ROWS];
 UNROLL
-  for (int i = 0; i < num; i++) acc[i] = v_load(result + LANES * i);
-  for (long j = 0; j < count; j++) {
-    v16 w = v_set1(weights[j]);
+  for (int r = 0; r < num_rows; r++) {
+    weights[r] = group_scores(t, row + r, start);
 UNROLL
-    for (int i = 0; i < num; i++) acc[i] = v_fma(w, v_load(values + j * stride + LANES * i), acc[i]);
+    for (int i = 0; i < num_vectors; i++) acc[r][i] = v_load(row_values(t, row + r) + d + LANES * i);
+  }
+  for (long j = first; j < last; j++) {
+    v16 values[SHARED_VECTORS];
+UNROLL
+    for (int i = 0; i < num_vectors; i++) values[i] = v_load(t->v_tile + j * t->padded_dim + d + LANES * i);
+UNROLL
+    for (int r = 0; r < num_rows; r++) {
+      v16 w = v_set1(weights[r][j]);
+UNROLL
+      for (int i = 0; i < num_vectors; i++) acc[r][i] = v_fma(w, values[i], acc[r][i]);
+    }
   }
 UNROLL
-  for (int i = 0; i < num; i++) v_store(result + LANES * i, acc[i]);
+  for (int r = 0; r < num_rows; r++)
+UNROLL
+    for (int i = 0; i < num_vectors; i++) v_store(row_values(t, row + r) + d + LANES * i, acc[r][i]);
 }
 
-static void mix_group(tile *t, long start, long split_start) {
-  for (long row = 0; row < t->num_rows; row++) {
-    long position = row_position(t, row), seen = first_seen(t, position);
-    long first = max_long(0, seen - start), count = min_long(GROUP, position + 1 - start) - first, d = 0;
-    if (count <= 0) continue;
-    const float *weights = t->scores + row * SPLIT + start - split_start + first;
-    const float *values = t->v_tile + first * t->padded_dim;
-    float *result = t->partial + row * result_floats(t->padded_dim) + LANES;
-    for (; d + 4 * LANES <= t->padded_dim; d += 4 * LANES)
-      add_values(4, weights, count, values + d, t->padded_dim, result + d);
-    if (d < t->padded_dim) add_values(2, weights, count, values + d, t->padded_dim, result + d);
+/* The same for all elements. */
+INLINE void add_all_values(tile *t, int num_rows, long row, long start, long first, long last) {
+  long d = 0;
+  for (; d + SHARED_VECTORS * LANES <= t->padded_dim; d += SHARED_VECTORS * LANES)
+    add_values(t, num_rows, SHARED_VECTORS, row, d, start, first, last);
+  for (; d < t->padded_dim; d += 2 * LANES) add_values(t, num_rows, 2, row, d, start, first, last);
+}
+
+/* Rows see the whole group: they share the loads of its values. */
+static int all_see_all(const tile *t, long row, long end, long start) {
+  for (; row < end; row++) {
+    long first, last;
+    seen_tokens(t, row, start, &first, &last);
+    if (first > 0 || last < GROUP) return 0;
+  }
+  return 1;
+}
+
+static void mix_group(tile *t, long start) {
+  for (long row = 0; row < t->num_rows;) {
+    if (row + SHARED_ROWS <= t->num_rows && all_see_all(t, row, row + SHARED_ROWS, start)) {
+      add_all_values(t, SHARED_ROWS, row, start, 0, GROUP);
+      row += SHARED_ROWS;
+      continue;
+    }
+    long first, last;
+    seen_tokens(t, row, start, &first, &last);
+    if (first < last) add_all_values(t, 1, row, start, first, last);
+    row++;
   }
 }
 
 static void load_key_group(tile *t, long start, long count) {
   const qd_kv *kv = t->a->kv;
   const uint8_t *rows[GROUP];
-  locate(t, kv->k, kv->k_stride, start, count, rows);
-  if (kv->type == KV_INT8) load_scales(t, kv->k_scale, kv->k_scale_stride, start, count, t->k_scales);
+  locate(t, kv->k, kv->k_stride, kv->k_scale, kv->k_scale_stride, start, count, rows, t->k_scales);
   if (t->a->int8_queries)
     load_keys_int8(t, rows, count);
   else
     load_keys_float(t, kv->type, rows, count);
 }
 
-static void load_value_group(tile *t, long start, long count) {
-  const uint8_t *rows[GROUP];
-  locate(t, t->a->kv->v, t->a->kv->v_stride, start, count, rows);
-  load_values(t, t->a->kv->type, rows, count);
+INLINE void load_value_rows(tile *t, int type, const uint8_t *rows[GROUP], long count) {
+  long dim = t->a->heads.head_dim;
+  for (long i = 0; i < count; i++)
+    for (long d = 0; d < t->padded_dim; d += LANES) {
+      v16 v = v_zero();
+      if (d < dim) v = kv_load(type, rows[i] + d * kv_element_bytes(type), min_long(LANES, dim - d));
+      v_store(t->v_tile + i * t->padded_dim + d, v);
+    }
+}
+
+static void load_value_group(tile *t, const uint8_t *rows[GROUP], long count) {
+  switch (t->a->kv->type) {
+    case KV_INT8: load_value_rows(t, KV_INT8, rows, count); break;
+    case KV_FP16: load_value_rows(t, KV_FP16, rows, count); break;
+    case KV_BF16: load_value_rows(t, KV_BF16, rows, count); break;
+    default: load_value_rows(t, KV_FP32, rows, count);
+  }
 }
 
 /* partial = every row over one split. Tokens from `seen` (a group's start) to `end` are of interest to some row. */
 static void attend_split(tile *t, long split_start, long seen, long end) {
   const qd_kv *kv = t->a->kv;
+  const uint8_t *values[SPLIT];
   long first = max_long(split_start, seen), last = min_long(split_start + SPLIT, end);
   for (long start = first; start < last; start += GROUP) {
-    long count = min_long(GROUP, last - start);
+    long count = min_long(GROUP, last - start), at = start - split_start;
     load_key_group(t, start, count);
-    score_group(t, start, split_start);
-    if (kv->type == KV_INT8)
-      load_scales(t, kv->v_scale, kv->v_scale_stride, start, count, t->v_scales + start - split_start);
+    score_group(t, start);
+    locate(t, kv->v, kv->v_stride, kv->v_scale, kv->v_scale_stride, start, count, values + at, t->v_scales + at);
   }
   for (long row = 0; row < t->num_rows; row++) weigh(t, row, split_start);
   for (long start = first; start < last; start += GROUP) {
-    load_value_group(t, start, min_long(GROUP, last - start));
-    mix_group(t, start, split_start);
+    load_value_group(t, values + start - split_start, min_long(GROUP, last - start));
+    mix_group(t, start);
   }
 }
 

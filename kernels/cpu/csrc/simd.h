@@ -36,6 +36,9 @@
 
 INLINE v16 v_zero(void) { return v_set1(0.0f); }
 
+/* Back ends also say what fits their registers: TILE_ROWS rows of a matrix product, and in attention SHARED_ROWS rows
+ * over the same keys or SHARED_VECTORS vectors of the same values. */
+
 /* n <= 16 floats; the other lanes read as zero and are not written. */
 INLINE v16 v_load_n(const float *p, long n) {
   float t[LANES] = {0};

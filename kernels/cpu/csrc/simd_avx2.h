@@ -2,6 +2,8 @@
  * most 15 cannot reach: 8 dots of 2 * 15 * 127 are 30480. With AVX-VNNI a dot is one instruction. */
 #include <immintrin.h>
 #define TILE_ROWS 4
+#define SHARED_ROWS 2
+#define SHARED_VECTORS 2
 #if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
 #define PATH_NAME "avx2-vnni"
 #define DOT_TAKES_8_BITS 1
@@ -159,5 +161,28 @@ INLINE vi16 dot_ints(dot d) {
   return vi_pair(_mm256_madd_epi16(d.a, one), _mm256_madd_epi16(d.b, one));
 }
 #endif
+
+/* One 8 x 8 corner of it. */
+INLINE void words_transpose_8(const uint8_t *const rows[8], int offset, uint8_t *out) {
+  __m256i r[8], p[8], q[8];
+  for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_si256((const void *)(rows[i] + offset));
+  for (int i = 0; i < 8; i += 2) {
+    p[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+    p[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      q[i + 2 * j] = _mm256_unpacklo_epi64(p[i + j], p[i + 2 + j]);
+      q[i + 2 * j + 1] = _mm256_unpackhi_epi64(p[i + j], p[i + 2 + j]);
+    }
+  for (int i = 0; i < 4; i++) {
+    _mm256_storeu_si256((void *)(out + 64 * i), _mm256_permute2x128_si256(q[i], q[i + 4], 0x20));
+    _mm256_storeu_si256((void *)(out + 64 * (i + 4)), _mm256_permute2x128_si256(q[i], q[i + 4], 0x31));
+  }
+}
+INLINE void words_transpose(const uint8_t *const rows[LANES], uint8_t *out) {
+  for (int i = 0; i < LANES; i += 8)
+    for (int w = 0; w < LANES; w += 8) words_transpose_8(rows + i, 4 * w, out + 64 * w + 4 * i);
+}
 
 INLINE void cpu_relax(void) { _mm_pause(); }

@@ -3,6 +3,8 @@
 #define PATH_NAME "avx512-vnni"
 #define DOT_TAKES_8_BITS 1
 #define TILE_ROWS 8
+#define SHARED_ROWS 4
+#define SHARED_VECTORS 4
 
 typedef __m512 v16;
 typedef __m512i vi16;
@@ -89,5 +91,33 @@ INLINE dot dot_add(dot d, codes c, const int8_t *x) {
   return _mm512_dpbusd_epi32(d, c, _mm512_set1_epi32(x4));
 }
 INLINE vi16 dot_ints(dot d) { return d; }
+
+INLINE void words_transpose(const uint8_t *const rows[LANES], uint8_t *out) {
+  __m512i r[16], p[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(rows[i]);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    p[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    p[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; j++) {
+      r[i + 2 * j] = _mm512_unpacklo_epi64(p[i + j], p[i + 2 + j]);
+      r[i + 2 * j + 1] = _mm512_unpackhi_epi64(p[i + j], p[i + 2 + j]);
+    }
+  /* r[4 g + c]: rows 4 g .. 4 g + 3 of words c, c + 4, c + 8, c + 12, one in each quarter. */
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    __m512i a = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x44), b = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xee);
+    __m512i d = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x44), e = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xee);
+    _mm512_storeu_si512(out + 64 * c, _mm512_shuffle_i32x4(a, d, 0x88));
+    _mm512_storeu_si512(out + 64 * (c + 4), _mm512_shuffle_i32x4(a, d, 0xdd));
+    _mm512_storeu_si512(out + 64 * (c + 8), _mm512_shuffle_i32x4(b, e, 0x88));
+    _mm512_storeu_si512(out + 64 * (c + 12), _mm512_shuffle_i32x4(b, e, 0xdd));
+  }
+}
 
 INLINE void cpu_relax(void) { _mm_pause(); }

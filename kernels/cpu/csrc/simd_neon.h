@@ -1,6 +1,8 @@
 /* arm64 with the dot product extension: four registers hold the lanes. */
 #include <arm_neon.h>
 #define TILE_ROWS 4
+#define SHARED_ROWS 2
+#define SHARED_VECTORS 2
 #ifdef __ARM_FEATURE_MATMUL_INT8
 #define PATH_NAME "neon-i8mm"
 #define DOT_TAKES_8_BITS 1
@@ -140,5 +142,19 @@ INLINE dot dot_add(dot d, codes c, const int8_t *x) {
   return d;
 }
 INLINE vi16 dot_ints(dot d) { return d; }
+
+INLINE void words_transpose(const uint8_t *const rows[LANES], uint8_t *out) {
+  for (int i = 0; i < LANES; i += 4)
+    for (int w = 0; w < LANES; w += 4) {
+      uint32x4x4_t words;
+      for (int j = 0; j < 4; j++) words.val[j] = vreinterpretq_u32_u8(vld1q_u8(rows[i + j] + 4 * w));
+      uint32x4x2_t a = vzipq_u32(words.val[0], words.val[2]), b = vzipq_u32(words.val[1], words.val[3]);
+      uint32x4x2_t low = vzipq_u32(a.val[0], b.val[0]), high = vzipq_u32(a.val[1], b.val[1]);
+      vst1q_u8(out + 64 * w + 4 * i, vreinterpretq_u8_u32(low.val[0]));
+      vst1q_u8(out + 64 * (w + 1) + 4 * i, vreinterpretq_u8_u32(low.val[1]));
+      vst1q_u8(out + 64 * (w + 2) + 4 * i, vreinterpretq_u8_u32(high.val[0]));
+      vst1q_u8(out + 64 * (w + 3) + 4 * i, vreinterpretq_u8_u32(high.val[1]));
+    }
+}
 
 INLINE void cpu_relax(void) { __asm__ __volatile__("yield"); }

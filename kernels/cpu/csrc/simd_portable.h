@@ -2,6 +2,8 @@
 #define PATH_NAME "portable"
 #define DOT_TAKES_8_BITS 1
 #define TILE_ROWS 4
+#define SHARED_ROWS 2
+#define SHARED_VECTORS 2
 
 typedef struct { float v[LANES]; } v16;
 typedef struct { int32_t v[LANES]; } vi16;
@@ -144,5 +146,11 @@ INLINE dot dot_add(dot d, codes c, const int8_t *x) {
   return d;
 }
 INLINE vi16 dot_ints(dot d) { return d; }
+
+/* 16 rows of 64 bytes, as 4-byte words: word w of row i becomes word i of the w-th 64 bytes of out. */
+INLINE void words_transpose(const uint8_t *const rows[LANES], uint8_t *out) {
+  for (int i = 0; i < LANES; i++)
+    for (int w = 0; w < LANES; w++) memcpy(out + 64 * w + 4 * i, rows[i] + 4 * w, 4);
+}
 
 INLINE void cpu_relax(void) {}
