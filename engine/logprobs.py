@@ -15,20 +15,18 @@ def token_logprob(row: Row, token_id: int, num_top: int) -> TokenLogprob:
     """The log probability of `token_id` and of the `num_top` likeliest tokens."""
     peak = row.max()
     log_total = float(peak) + float(np.log(np.exp(row - peak).sum(dtype=np.float64)))
-    top = [(int(i), float(row[i]) - log_total) for i in largest(row, num_top)]
+    ids = largest(row, num_top)
+    best_first = ids[np.argsort(-row[ids], kind="stable")]
+    top = [(int(i), float(row[i]) - log_total) for i in best_first]
     return TokenLogprob(token_id, float(row[token_id]) - log_total, top)
 
 
 def largest(values: Row, count: int) -> TokenIds:
-    """Indices of the `count` largest values, largest first, the lower index first among equals."""
-    if count <= 0:
-        return np.empty(0, dtype=np.intp)
-    if count >= len(values):
-        return np.argsort(-values, kind="stable")
+    """Indices, ascending, of the `count` largest values; among equals the lower ones stay."""
+    if count <= 0 or count >= len(values):
+        return np.arange(len(values) if count > 0 else 0)
     rank = len(values) - count
-    return descending(values, np.flatnonzero(values >= np.partition(values, rank)[rank]))[:count]
-
-
-def descending(values: Row, ids: TokenIds) -> TokenIds:
-    """`ids` (ascending) ordered by their values, largest first, the lower id first among equals."""
-    return ids[np.argsort(-values[ids], kind="stable")]
+    threshold = np.partition(values, rank)[rank]
+    above = np.flatnonzero(values > threshold)
+    level = np.flatnonzero(values == threshold)[: count - len(above)]
+    return np.sort(np.concatenate([above, level]))

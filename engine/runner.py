@@ -49,8 +49,9 @@ class ModelRunner:
         """Compute a step's tokens; draw the next one of each entry that samples."""
         batch = build_batch(plan, self.info.block_size)
         hidden = self._forward(batch.token_ids, batch.attention, self._kv)
-        prompts = self._prompt_logits(hidden[batch.prompt_rows])
-        samples = iter(self._samples(plan, hidden[batch.sample_rows]))
+        prompts = self._prompt_logits(hidden, batch.prompt_rows)
+        # index_select copies rows; indexing wakes torch's threads, which takes longer.
+        samples = iter(self._samples(plan, hidden.index_select(0, batch.sample_rows)))
         return StepOutput(
             tuple(_output(entry, prompts, next(samples) if entry.samples else None) for entry in plan.entries)
         )
@@ -60,10 +61,11 @@ class ModelRunner:
         requests = [entry.request for entry in plan.entries if entry.samples]
         return self._sampler.sample(self._decoder.logits(hidden), requests) if requests else []
 
-    def _prompt_logits(self, hidden: Tensor) -> Iterator[Row]:
-        """The logits of each row of `hidden` [P, H], computed a few rows at a time."""
-        for start in range(0, len(hidden), _PROMPT_ROWS):
-            yield from self._decoder.logits(hidden[start : start + _PROMPT_ROWS]).numpy()
+    def _prompt_logits(self, hidden: Tensor, rows: Tensor) -> Iterator[Row]:
+        """The logits of `rows` of hidden [M, H], computed as they are asked for, a few rows at a time."""
+        for start in range(0, len(rows), _PROMPT_ROWS):
+            some = hidden.index_select(0, rows[start : start + _PROMPT_ROWS])
+            yield from self._decoder.logits(some).numpy()
 
 
 def _output(entry: PlanEntry, prompt_logits: Iterator[Row], sample: Sample | None) -> EntryOutput:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from quantd.engine.errors import NumericsError, RequestError
-from quantd.engine.logprobs import Row, TokenIds, descending, largest, token_logprob
+from quantd.engine.logprobs import Row, TokenIds, largest, token_logprob
 from quantd.engine.penalties import adjusted
 from quantd.engine.plan import RequestState
 from quantd.engine.random_stream import uniform
@@ -75,20 +75,21 @@ def _choose(row: Row, state: RequestState) -> int:
 
 
 def candidates(weights: Row, params: SamplingParams) -> TokenIds:
-    """Tokens that top_k, then top_p, then min_p leave, likeliest first. weights: e^logit, 1 at most.
+    """Tokens, ascending, that top_k, then top_p, then min_p leave. weights: e^logit, 1 at most.
 
-    top_k keeps exactly k and top_p the shortest run that reaches p of what top_k left, never nothing;
-    among equals the lower id comes first. min_p keeps what is at least min_p times as likely as the best.
+    top_k keeps exactly k and top_p the fewest that reach p of what top_k left, never nothing; among
+    equals the lower ids stay. min_p keeps what is at least min_p times as likely as the best.
     """
     if 0 < params.top_k < len(weights):
         ids = largest(weights, params.top_k)
         total = weights[ids].sum(dtype=np.float64)
     else:
         total = weights.sum(dtype=np.float64)
-        ids = descending(weights, np.flatnonzero(weights >= _floor(len(weights), total, params)))
+        ids = np.flatnonzero(weights >= _floor(len(weights), total, params))
     if params.top_p < 1:
-        reached = np.cumsum(weights[ids], dtype=np.float64)
-        ids = ids[: np.searchsorted(reached, params.top_p * total) + 1]
+        kept = weights[ids]
+        reached = np.cumsum(np.sort(kept)[::-1], dtype=np.float64)
+        ids = ids[largest(kept, int(np.searchsorted(reached, params.top_p * total)) + 1)]
     return ids[weights[ids] >= np.float32(params.min_p)]
 
 
