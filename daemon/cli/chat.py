@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from quantd.daemon.cli.conversation import DEFAULT_SAMPLING, Conversation
+from quantd.daemon.cli.conversation import Conversation
 from quantd.daemon.errors import DaemonError
 
 _HISTORY_LENGTH = 1000
@@ -97,7 +97,7 @@ def _bye(conversation: Conversation, argument: str) -> None:
 def _set(conversation: Conversation, argument: str) -> None:
     name, _, value = argument.partition(" ")
     if not name:
-        settings = {"system": conversation.system, **DEFAULT_SAMPLING, **conversation.sampling}
+        settings = {"system": conversation.system, **conversation.sampling}
         for key, shown in settings.items():
             click.echo(f"{key} {'-' if shown is None else shown}")
     elif name == "system":

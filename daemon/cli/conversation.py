@@ -10,10 +10,6 @@ from typing import Any
 
 from quantd.daemon.cli.client import DaemonClient
 
-# The API's own default is 1, at which the small models of a desktop drift; the likeliest answer is also
-# the same one each time.
-DEFAULT_SAMPLING = {"temperature": 0.0}
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -96,6 +92,5 @@ class Conversation:
             "messages": system + self.messages,
             "stream": True,
             "stream_options": {"include_usage": True},
-            **DEFAULT_SAMPLING,
             **self.sampling,
         }

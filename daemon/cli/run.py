@@ -25,7 +25,11 @@ from quantd.engine.messages import ModelInfo
 @model_argument
 @click.argument("prompt", required=False)
 @click.option("--system", metavar="TEXT", help="System message.")
-@click.option("--temperature", type=float, help="0, the default, always takes the likeliest token.")
+@click.option(
+    "--temperature",
+    type=float,
+    help="0 always takes the likeliest token. Default: 0 for a PROMPT, the model's in a chat.",
+)
 @click.option("--top-p", type=float, help="Draw from the likeliest tokens of this total probability.")
 @click.option("--max-tokens", type=int, help="Most tokens to answer with.")
 @click.option("--seed", type=int, help="The same seed gives the same answer.")
@@ -54,7 +58,9 @@ def run_command(
         if verbose:
             click.echo(f"{name} over {client.url}: {describe(info)}", err=True)
         given = {key: value for key, value in sampling.items() if value is not None}
-        conversation = Conversation(client, name, system, given)
+        # A script gets the same answer each time; a chat samples as the model's authors mean it to.
+        defaults = {} if prompt is None else {"temperature": 0.0}
+        conversation = Conversation(client, name, system, defaults | given)
         if prompt is None:
             chat(conversation, paths.state / "chat_history", verbose)
         elif as_json:

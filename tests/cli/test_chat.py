@@ -77,6 +77,8 @@ def test_a_session(terminal: Terminal, fake_daemon: FakeDaemon, environment: dic
     terminal.expect("Hello there")
     terminal.expect(">>> ")
 
+    assert "temperature" not in fake_daemon.bodies[0]
+
     terminal.type('"""first\n')
     terminal.expect("... ")
     terminal.type('/second"""\n')
