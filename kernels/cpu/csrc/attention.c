@@ -220,12 +220,20 @@ static void mask_scores(tile *t, long row, long start) {
   v_store(scores, v_keep(s, first, last, v_set1(-INFINITY)));
 }
 
+/* Calls f with the number of rows as a constant, 1 .. SHARED_ROWS. */
+#define FOR_NUM_ROWS(num, f, ...)                       \
+  switch (num) {                                        \
+    case 1: f(t, 1, __VA_ARGS__); break;                \
+    case 2: f(t, 2, __VA_ARGS__); break;                \
+    case 3: f(t, SHARED_ROWS < 3 ? 1 : 3, __VA_ARGS__); break; \
+    default: f(t, SHARED_ROWS, __VA_ARGS__);            \
+  }
+
 /* Scores of the group at `start` for every row; rows that see none of it are scored too and never looked at. */
 static void score_group(tile *t, long start) {
-  long row = 0;
-  for (; row + SHARED_ROWS <= t->num_rows; row += SHARED_ROWS) score_rows(t, SHARED_ROWS, row, start);
-  for (; row < t->num_rows; row++) score_rows(t, 1, row, start);
-  for (row = 0; row < t->num_rows; row++) mask_scores(t, row, start);
+  for (long row = 0; row < t->num_rows; row += SHARED_ROWS)
+    FOR_NUM_ROWS(min_long(SHARED_ROWS, t->num_rows - row), score_rows, row, start)
+  for (long row = 0; row < t->num_rows; row++) mask_scores(t, row, start);
 }
 
 /* The groups of this split that a row sees: first..last-1 as tokens from the split's start. */
@@ -305,16 +313,17 @@ static int all_see_all(const tile *t, long row, long end, long start) {
 }
 
 static void mix_group(tile *t, long start) {
-  for (long row = 0; row < t->num_rows;) {
-    if (row + SHARED_ROWS <= t->num_rows && all_see_all(t, row, row + SHARED_ROWS, start)) {
-      add_all_values(t, SHARED_ROWS, row, start, 0, GROUP);
-      row += SHARED_ROWS;
+  for (long row = 0; row < t->num_rows; row += SHARED_ROWS) {
+    long end = min_long(t->num_rows, row + SHARED_ROWS);
+    if (all_see_all(t, row, end, start)) {
+      FOR_NUM_ROWS(end - row, add_all_values, row, start, 0, GROUP)
       continue;
     }
-    long first, last;
-    seen_tokens(t, row, start, &first, &last);
-    if (first < last) add_all_values(t, 1, row, start, first, last);
-    row++;
+    for (long r = row; r < end; r++) {
+      long first, last;
+      seen_tokens(t, r, start, &first, &last);
+      if (first < last) add_all_values(t, 1, r, start, first, last);
+    }
   }
 }
 
@@ -329,13 +338,15 @@ static void load_key_group(tile *t, long start, long count) {
 }
 
 INLINE void load_value_rows(tile *t, int type, const uint8_t *rows[GROUP], long count) {
-  long dim = t->a->heads.head_dim;
-  for (long i = 0; i < count; i++)
-    for (long d = 0; d < t->padded_dim; d += LANES) {
-      v16 v = v_zero();
-      if (d < dim) v = kv_load(type, rows[i] + d * kv_element_bytes(type), min_long(LANES, dim - d));
-      v_store(t->v_tile + i * t->padded_dim + d, v);
-    }
+  long dim = t->a->heads.head_dim, size = kv_element_bytes(type), stride = t->padded_dim;
+  float *to = t->v_tile;
+  for (long i = 0; i < count; i++, to += stride) {
+    const uint8_t *row = rows[i];
+    long d = 0;
+    for (; d + LANES <= dim; d += LANES) v_store(to + d, kv_load(type, row + d * size, LANES));
+    if (d < dim) v_store(to + d, kv_load(type, row + d * size, dim - d)), d += LANES;
+    if (d < stride) v_store(to + d, v_zero());
+  }
 }
 
 static void load_value_group(tile *t, const uint8_t *rows[GROUP], long count) {
