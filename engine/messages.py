@@ -90,7 +90,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Engine -> daemon: counters since the start, and the present state.
 
     blocks_free: hold nothing; blocks_cached: held by no request, but findable by their prefix; the
-    others of blocks_total are held by requests. prompt_tokens: of admitted requests, cached ones
+    others of blocks_total are held by requests. live_slots: slots of those that have tokens in them;
+    one that several requests share counts once. prompt_tokens: of admitted requests, cached ones
     included. prefix_queries, prefix_hits: prompt tokens looked up in and found by the prefix cache,
     at a request's first admission. evictions: findable blocks given to other tokens.
     """
@@ -100,6 +101,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
+    live_slots: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0

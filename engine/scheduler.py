@@ -103,6 +103,7 @@ class Scheduler:
             blocks_total=self.info.num_blocks,
             blocks_free=self.cache.pool.num_free - num_cached,
             blocks_cached=num_cached,
+            live_slots=self._live_slots(),
             evictions=self.cache.num_evictions,
             **asdict(self.counters),
         )
@@ -115,6 +116,15 @@ class Scheduler:
         assert all(
             state.num_computed < state.num_tokens < self.info.max_request_len for state in self._states()
         )
+
+    def _live_slots(self) -> int:
+        size = self.info.block_size
+        filled = {
+            block: min(state.num_computed - index * size, size)
+            for state in self.running
+            for index, block in enumerate(state.blocks)
+        }
+        return sum(filled.values())
 
     def _states(self) -> Iterable[RequestState]:
         return (*self.running, *self.waiting)

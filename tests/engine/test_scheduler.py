@@ -291,6 +291,16 @@ def test_stats_count() -> None:
     assert (stats.blocks_total, stats.blocks_free + stats.blocks_cached) == (64, 64)
 
 
+def test_slots_that_requests_share_are_live_once() -> None:
+    engine = Engine()
+    engine.add(*(make_request(name, prompt_of(13), max_tokens=5) for name in "ab"))
+    for expected in (12 + 2, 12 + 4):
+        engine.step()
+        assert engine.scheduler.stats().live_slots == expected
+    engine.finish()
+    assert engine.scheduler.stats().live_slots == 0
+
+
 # Few distinct tokens and lengths around the block size, so that prefixes collide, end inside blocks
 # and at their edges; pools so small that every other trace preempts.
 PROMPTS = st.builds(
