@@ -27,13 +27,26 @@ class Terminal:
 
     def expect(self, text: str) -> str:
         """What was shown up to the next `text`; fails if that does not come."""
-        deadline = time.monotonic() + 20
-        while text not in self._seen:
-            ready, _, _ = select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"no {text!r} in {self._seen!r}"
-            self._seen += os.read(self._master, 4096).decode()
+        assert self._shows(text, 20), f"no {text!r} in {self._seen!r}"
         before, _, self._seen = self._seen.partition(text)
         return before
+
+    def interrupt_line(self) -> None:
+        """Press Ctrl-C until a new prompt comes: input() misses a signal just before it waits."""
+        for _ in range(20):
+            self.type("\x03")
+            if self._shows(">>> ", 1):
+                self.expect(">>> ")
+                return
+        raise AssertionError("Ctrl-C does not end the line")
+
+    def _shows(self, text: str, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while text not in self._seen:
+            if not select.select([self._master], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return False
+            self._seen += os.read(self._master, 4096).decode()
+        return True
 
 
 @contextmanager
@@ -129,11 +142,9 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(terminal: Terminal, fake_
     roles = [message["role"] for message in fake_daemon.bodies[-1]["messages"]]
     assert roles == ["user", "assistant", "user"]
 
-    # Once a line is echoed, input() waits in select(); a signal just before that is seen with the next key only.
     terminal.type("half a line")
     terminal.expect("half a line")
-    terminal.type("\x03")
-    terminal.expect(">>> ")
+    terminal.interrupt_line()
     terminal.type("\x04")
     assert terminal.process.wait(10) == 0
     assert len(fake_daemon.bodies) == 2
