@@ -20,7 +20,7 @@ from typing import Literal
 
 logger = logging.getLogger(__name__)
 
-Variant = Literal["native", "avx2", "portable"]
+Variant = Literal["native", "avx2", "portable", "sanitized"]
 
 _SOURCES = Path(__file__).parent / "csrc"
 # No contraction: where a multiply and an add are one operation, the source says fma, on every path.
@@ -30,6 +30,7 @@ _VARIANTS: dict[Variant, tuple[list[str], ...]] = {
     "native": (["-march=native"], ["-mcpu=native"], []),
     "avx2": (["-march=x86-64-v3"],),
     "portable": (["-march=native", "-DQD_PORTABLE"], ["-DQD_PORTABLE"]),
+    "sanitized": (["-march=native", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover"],),
 }
 
 

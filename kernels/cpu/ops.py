@@ -119,7 +119,7 @@ class CpuOps:
         """Causal attention of q [M, num_heads * D] over the pool -> [M, num_heads * D]."""
         assert heads.head_dim <= _MAX_HEAD_DIM, heads
         q, kv = _rows(q, heads.num_heads * heads.head_dim), _kv(layer)
-        out = torch.empty_like(q)
+        out = _new(q, q.shape[1])
         args = library.AttentionArgs(
             kv=pointer(kv), heads=_heads(heads), window=window, scale=scale, softcap=softcap
         )

@@ -58,10 +58,10 @@ def place(step: Step, inputs: AttentionInputs) -> None:
 
 
 class Program:
-    """Recorded calls, ready to run on any number of tokens. calls: in order; result: what the forward returned."""
+    """Recorded calls, ready to run on any number of tokens."""
 
     def __init__(self, lib: Library, calls: Sequence[Call], step: Step, result: Tensor) -> None:
-        """step: what the recorded forward ran on. Raises NotRecordable."""
+        """calls: in order. step, result: what the forward ran on and returned. Raises NotRecordable."""
         self._lib = lib
         self._calls = calls
         groups = _fuse(calls)
