@@ -19,8 +19,15 @@ def config(**values: int) -> EngineConfig:
     return EngineConfig(model_path="unused", **values)  # type: ignore[arg-type]
 
 
-def test_free_memory_less_a_quarter() -> None:
-    assert plan_blocks(config(), 131_072, MIB, 16 * GIB) == 12 * 1024
+def test_a_quarter_of_free_memory() -> None:
+    assert plan_blocks(config(), 2048, MIB, 16 * GIB) == 4 * 1024
+
+
+def test_more_where_one_request_needs_it_but_never_the_reserve() -> None:
+    assert plan_blocks(config(), 131_072, MIB, 16 * GIB) == 8192
+    assert plan_blocks(config(), 196_608, MIB, 16 * GIB) == 12 * 1024
+    with pytest.raises(CapacityError, match="196608 or less"):
+        plan_blocks(config(), 196_609, MIB, 16 * GIB)
 
 
 def test_no_more_than_all_requests_can_use() -> None:
