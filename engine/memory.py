@@ -6,31 +6,32 @@ from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError
 
 _MIN_RESERVE = 1 << 30
-# A desktop has other uses for its memory than old prefixes: a model takes one part in so many of what is free.
-_SHARE = 4
+_SHARE = 4  # A desktop has other uses for its memory than old prefixes: one part in so many of what is free.
+_LEAST_LEN = 2048  # Tokens. A context shorter than this, unless asked for, would surprise.
 
 
 def plan_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, available: int) -> int:
     """Blocks of a pool: as config.kv_memory says, else a share of what is free.
 
     The share is a quarter of what is free, or one request of max_model_len where that is more; a reserve
-    for everything else is never touched. Never more than max_num_requests such requests could use. With
-    kv_memory given the pool may be too small for one of them: longer requests are then refused one by one.
-    Raises CapacityError where not even one block fits, or, without kv_memory, not one such request.
+    for everything else is never touched. Never more than max_num_requests such requests could use. The
+    pool may be too small for one of them, with kv_memory given or where the length is the model's own and
+    not asked for: longer requests are then refused one by one (ModelInfo.max_request_len says where).
+    Raises CapacityError where not even that is of use.
     """
     needed = -(-max_model_len // config.block_size)
     if config.kv_memory is not None:
         return min(_explicit_blocks(config.kv_memory, block_bytes), needed * config.max_num_requests)
-    limit = available - reserve(available)
-    if limit < needed * block_bytes:
-        fitting = max(limit // block_bytes, 0) * config.block_size
+    limit = max(available - reserve(available), 0)
+    least = needed if config.max_model_len is not None else min(needed, _LEAST_LEN // config.block_size)
+    if limit < least * block_bytes:
         raise CapacityError(
-            f"one request of {max_model_len} tokens takes {_mib(needed * block_bytes)} of KV cache, but "
-            f"{_mib(limit)} can be had ({_mib(available)} is free): lower max_model_len to "
-            f"{fitting} or less, or free memory, or give kv_memory yourself"
+            f"one request of {least * config.block_size} tokens takes {_mib(least * block_bytes)} of KV "
+            f"cache, but {_mib(limit)} can be had ({_mib(available)} is free): set max_model_len to "
+            f"{limit // block_bytes * config.block_size} or less, or free memory, or give kv_memory yourself"
         )
-    share = max(available // _SHARE // block_bytes, needed)
-    return min(share, needed * config.max_num_requests)
+    share = max(available // _SHARE, min(needed * block_bytes, limit))
+    return min(share // block_bytes, needed * config.max_num_requests)
 
 
 def _explicit_blocks(kv_memory: int, block_bytes: int) -> int:

@@ -26,8 +26,12 @@ def test_a_quarter_of_free_memory() -> None:
 def test_more_where_one_request_needs_it_but_never_the_reserve() -> None:
     assert plan_blocks(config(), 131_072, MIB, 16 * GIB) == 8192
     assert plan_blocks(config(), 196_608, MIB, 16 * GIB) == 12 * 1024
-    with pytest.raises(CapacityError, match="196608 or less"):
-        plan_blocks(config(), 196_609, MIB, 16 * GIB)
+
+
+def test_a_context_nobody_asked_for_shrinks_to_what_fits_and_one_asked_for_does_not() -> None:
+    assert plan_blocks(config(), 262_144, MIB, 16 * GIB) == 12 * 1024
+    with pytest.raises(CapacityError, match="max_model_len to 196608 or less"):
+        plan_blocks(config(max_model_len=262_144), 262_144, MIB, 16 * GIB)
 
 
 def test_no_more_than_all_requests_can_use() -> None:
@@ -43,10 +47,11 @@ def test_kv_memory_below_one_block_is_refused_with_both_numbers() -> None:
         plan_blocks(config(kv_memory=999), 2048, 1000, GIB)
 
 
-def test_too_little_for_one_request_is_refused_with_both_numbers_and_a_length_that_fits() -> None:
-    with pytest.raises(CapacityError, match=r"8192 tokens takes 512 MiB.*300 MiB.*max_model_len to 4800"):
-        plan_blocks(config(), 8192, MIB, 600 * MIB)
-    assert plan_blocks(config(), 4800, MIB, 600 * MIB) == 300
+def test_too_little_for_a_useful_request_is_refused_with_both_numbers_and_a_length_that_fits() -> None:
+    with pytest.raises(CapacityError, match=r"2048 tokens takes 128 MiB.*100 MiB.*max_model_len to 1600"):
+        plan_blocks(config(), 8192, MIB, 200 * MIB)
+    assert plan_blocks(config(max_model_len=1600), 1600, MIB, 200 * MIB) == 100
+    assert plan_blocks(config(), 512, MIB, 200 * MIB) == 50
 
 
 @pytest.mark.parametrize(
