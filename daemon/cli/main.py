@@ -25,6 +25,7 @@ _COMMANDS = {
     "ps": "control",
     "status": "control",
     "stop": "control",
+    "bench": "bench",
     "doctor": "doctor",
 }
 
