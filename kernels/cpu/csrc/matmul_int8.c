@@ -54,14 +54,12 @@ UNROLL
   }
 }
 
-INLINE void unpack_scales(const qd_weight *w, int header, int parts, long panel, long block, float *tile) {
-  for (int part = 0; part < parts; part++) {
-    long k = BLOCK * block + 16 * part;
-    scales s = {v_zero(), v_zero()};
-    if (k < w->k) s = header_load(header, weight_header(w, header, panel, k / w->group));
-    v_store(tile + 2 * LANES * part, s.scale);
-    v_store(tile + 2 * LANES * part + LANES, s.offset);
-  }
+/* Scales and offsets of one part of a block; both 0 where it is padding. */
+static void unpack_scales(const qd_weight *w, long panel, long k, float *tile) {
+  scales s = {v_zero(), v_zero()};
+  if (k < w->k) s = header_load(w->header, weight_header(w, w->header, panel, k / w->group));
+  v_store(tile, s.scale);
+  v_store(tile + LANES, s.offset);
 }
 
 INLINE void unpack_tile(const qd_weight *w, int bits, int planes, int parts, long panel, long first, long last,
@@ -69,12 +67,7 @@ INLINE void unpack_tile(const qd_weight *w, int bits, int planes, int parts, lon
   for (long b = first; b < last; b++, tile += tile_block_bytes(planes, parts)) {
     float *tile_scales = (float *)(void *)(tile + planes * PLANE_BYTES);
     unpack_block(bits, planes, weight_block(w, bits, panel, b), tile);
-    switch (w->header) {
-      case QD_HALF: unpack_scales(w, QD_HALF, parts, panel, b, tile_scales); break;
-      case QD_HALF_ZERO: unpack_scales(w, QD_HALF_ZERO, parts, panel, b, tile_scales); break;
-      case QD_FLOAT: unpack_scales(w, QD_FLOAT, parts, panel, b, tile_scales); break;
-      default: unpack_scales(w, QD_FLOAT_ZERO, parts, panel, b, tile_scales);
-    }
+    for (int part = 0; part < parts; part++) unpack_scales(w, panel, BLOCK * b + 16 * part, tile_scales + 2 * LANES * part);
   }
 }
 
@@ -133,14 +126,27 @@ INLINE void tile_all_rows(int planes, int parts, const uint8_t *tile, long first
 #undef TAIL
 }
 
-INLINE void many_rows(const qd_weight *w, int bits, int parts, long panel, const qd_rows *rows, long first_row,
+typedef void tile_kernel(const uint8_t *tile, long first, long last, const qd_rows *rows, long row, long num_rows,
+                         float *out);
+
+#define TILE_KERNEL(name, planes, parts)                                                                               \
+  static void name(const uint8_t *tile, long first, long last, const qd_rows *rows, long row, long num_rows,           \
+                   float *out) {                                                                                       \
+    tile_all_rows(planes, parts, tile, first, last, rows, row, num_rows, out);                                         \
+  }
+TILE_KERNEL(tile_narrow, 1, 1)
+TILE_KERNEL(tile_narrow_halves, 1, 2)
+TILE_KERNEL(tile_wide, WIDE_PLANES, 1)
+TILE_KERNEL(tile_wide_halves, WIDE_PLANES, 2)
+
+INLINE void many_rows(const qd_weight *w, int bits, tile_kernel *kernel, long panel, const qd_rows *rows, long first_row,
                       long num_rows, float *out, uint8_t *tile) {
-  int planes = bits == 8 ? WIDE_PLANES : 1;
+  int planes = bits == 8 ? WIDE_PLANES : 1, parts = weight_parts(w);
   memset(out, 0, (size_t)(num_rows * LANES) * sizeof(float));
   for (long b = 0; b < rows->blocks; b += TILE_BLOCKS) {
     long last = min_long(rows->blocks, b + TILE_BLOCKS);
     unpack_tile(w, bits, planes, parts, panel, b, last, tile);
-    tile_all_rows(planes, parts, tile, b, last, rows, first_row, num_rows, out);
+    kernel(tile, b, last, rows, first_row, num_rows, out);
   }
 }
 
@@ -153,22 +159,22 @@ INLINE void one_row_of(const qd_weight *w, int bits, long panel, const qd_rows *
   }
 }
 
-INLINE void matmul_bits(const qd_weight *w, int bits, long panel, const qd_rows *rows, long first, long num_rows,
-                        float *out, uint8_t *scratch) {
+INLINE void matmul_bits(const qd_weight *w, int bits, tile_kernel *kernel, long panel, const qd_rows *rows, long first,
+                        long num_rows, float *out, uint8_t *scratch) {
   if (rows->tile == 1 && weight_parts(w) == 1)
     one_row_of(w, bits, panel, rows, first, out);
-  else if (weight_parts(w) == 1)
-    many_rows(w, bits, 1, panel, rows, first, num_rows, out, scratch);
   else
-    many_rows(w, bits, 2, panel, rows, first, num_rows, out, scratch);
+    many_rows(w, bits, kernel, panel, rows, first, num_rows, out, scratch);
 }
 
 void matmul_int8(const qd_weight *w, long panel, const qd_rows *rows, long first, long num_rows, float *out,
                  uint8_t *scratch) {
+  int halves = weight_parts(w) == 2;
+  tile_kernel *narrow = halves ? tile_narrow_halves : tile_narrow, *wide = halves ? tile_wide_halves : tile_wide;
   switch (w->bits) {
-    case 2: matmul_bits(w, 2, panel, rows, first, num_rows, out, scratch); break;
-    case 3: matmul_bits(w, 3, panel, rows, first, num_rows, out, scratch); break;
-    case 4: matmul_bits(w, 4, panel, rows, first, num_rows, out, scratch); break;
-    default: matmul_bits(w, 8, panel, rows, first, num_rows, out, scratch);
+    case 2: matmul_bits(w, 2, narrow, panel, rows, first, num_rows, out, scratch); break;
+    case 3: matmul_bits(w, 3, narrow, panel, rows, first, num_rows, out, scratch); break;
+    case 4: matmul_bits(w, 4, narrow, panel, rows, first, num_rows, out, scratch); break;
+    default: matmul_bits(w, 8, wide, panel, rows, first, num_rows, out, scratch);
   }
 }
