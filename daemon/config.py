@@ -76,6 +76,11 @@ class Paths:
         )
 
     @property
+    def kernels(self) -> Path:
+        """The folder of the kernels compiled on this machine."""
+        return self.cache / "kernels"
+
+    @property
     def log(self) -> Path:
         """The log file of daemons that the command line starts by itself."""
         return self.state / "daemon.log"
@@ -128,9 +133,11 @@ class EngineOptions:
         EngineConfig, "threads", whole(0, 1024), "Compute threads; 0 for one a physical core."
     )
 
-    def for_model(self, model_path: Path) -> EngineConfig:
+    def for_model(self, model_path: Path, kernel_cache: Path) -> EngineConfig:
         """The record that an engine process for the model in this folder gets."""
-        return EngineConfig(model_path=str(model_path), **dataclasses.asdict(self))
+        return EngineConfig(
+            model_path=str(model_path), kernel_cache=str(kernel_cache), **dataclasses.asdict(self)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

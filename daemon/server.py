@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from quantd.daemon.app import make_app
-from quantd.daemon.config import EngineOptions, ServeConfig
+from quantd.daemon.config import ServeConfig
 from quantd.daemon.control import Control
 from quantd.daemon.errors import ListenError
 from quantd.daemon.metrics import Metrics
@@ -61,7 +61,7 @@ async def _serve(config: ServeConfig, listeners: list[socket.socket]) -> int:
     models = Models(
         Store(config.paths.models),
         EngineClient.start,
-        lambda path, options: engine_config(config.engine, path, options),
+        lambda path, options: engine_config(config, path, options),
         default=config.model,
         drain_seconds=config.drain_seconds,
     )
@@ -80,17 +80,17 @@ async def _serve(config: ServeConfig, listeners: list[socket.socket]) -> int:
     return 0 if finished else 1
 
 
-def engine_config(base: EngineOptions, path: Path, options: Mapping[str, Any]) -> EngineConfig:
+def engine_config(config: ServeConfig, path: Path, options: Mapping[str, Any]) -> EngineConfig:
     """The record for one model: the daemon's engine options with some changed by a request.
 
     Raises RequestError naming an option that is unknown or has a bad value.
     """
-    known = {field.name for field in dataclasses.fields(base)}
+    known = {field.name for field in dataclasses.fields(config.engine)}
     for name in options.keys() - known:
         raise RequestError(
             f"options.{name}: no such engine option; known: {', '.join(sorted(known))}", "options"
         )
-    record = msgspec.structs.asdict(base.for_model(path)) | dict(options)
+    record = msgspec.structs.asdict(config.engine.for_model(path, config.paths.kernels)) | dict(options)
     try:
         return msgspec.convert(record, EngineConfig)
     except msgspec.ValidationError as error:

@@ -16,7 +16,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: a model folder (see quantd.quant.checkpoint). kv_memory: bytes of the block pool, or
     None for what is free. max_model_len: tokens of one request, or None for the model's own limit.
-    max_num_tokens: the token budget of a step. threads: 0 for one a physical core.
+    max_num_tokens: the token budget of a step. threads: 0 for one a physical core. kernel_cache: folder of
+    the kernels compiled on this machine, or None for the user's cache folder.
     """
 
     model_path: str
@@ -30,3 +31,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     prefix_caching: bool = True
     threads: int = 0
+    kernel_cache: str | None = None

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import logging
+from pathlib import Path
 from typing import Literal
 
 from quantd.kernels.errors import QuantdError
 from quantd.kernels.ops import Ops
 from quantd.kernels.reference import Activations, ReferenceOps
 
-logger = logging.getLogger(__name__)
-
 
 def select_ops(
-    backend: Literal["auto", "reference", "cpu"] = "auto", activations: Activations = "auto", threads: int = 0
+    backend: Literal["auto", "reference", "cpu"] = "auto",
+    activations: Activations = "auto",
+    threads: int = 0,
+    cache: Path | None = None,
 ) -> Ops:
-    """The ops of a backend. threads: of the CPU backend, 0 for one a physical core.
+    """The ops of a backend. threads: of the CPU backend, 0 for one a physical core; cache: the folder of
+    its compiled library, None for the user's cache folder.
 
-    "auto" takes the CPU backend and falls back to the reference with one line in the log.
+    "auto" takes the CPU backend and falls back to the reference; a line in the log says why.
     Raises QuantdError where "cpu" was asked for and cannot be built.
     """
     if backend == "reference":
         return ReferenceOps(activations)
     from quantd.kernels.cpu import load_ops  # compiles C on the first call
 
-    ops: Ops | None = load_ops(activations, threads)
+    ops: Ops | None = load_ops(activations, threads, cache=cache)
     if ops is not None:
         return ops
     if backend == "cpu":
         raise QuantdError("the cpu backend cannot be built here: install a C compiler, or use backend auto")
-    logger.warning("no C compiler builds the cpu backend here: plain torch serves, many times slower")
     return ReferenceOps(activations)

@@ -8,13 +8,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from homes import TEST_HOME, share_kernels
 
 from quantd.daemon.store import Store
 
-REPO = Path(__file__).parents[1]
 FIXTURES = Path(__file__).parent / "data" / "fixtures"
-# What is kept from one run to the next: the real model, compiled kernels.
-TEST_HOME = Path(os.environ.get("QUANTD_TEST_HOME", REPO / "build" / "test-home")).absolute()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
         del os.environ[name]
     home = tempfile.mkdtemp(prefix="quantd-")
     os.environ["QUANTD_HOME"] = home
+    share_kernels(Path(home))
+    share_kernels(TEST_HOME)
     os.environ["XDG_CACHE_HOME"] = str(TEST_HOME / "cache")
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
 

@@ -15,7 +15,22 @@ ORDER = ("kernels", "quant", "engine", "daemon")
 HEAVY = {"torch", "transformers", "triton", "accelerate"}
 TORCH_FREE = {
     "kernels": {"__init__", "errors"},
-    "quant": {"__init__", "config", "errors"},
+    "quant": {
+        "__init__",
+        "config",
+        "config_compressed_tensors",
+        "config_fields",
+        "config_gptq",
+        "errors",
+        "gguf_blocks",
+        "gguf_config",
+        "gguf_families",
+        "gguf_header",
+        "gguf_import",
+        "gguf_index",
+        "gguf_tokenizer",
+        "safetensors_file",
+    },
     "engine": {
         "__init__",
         "block_pool",

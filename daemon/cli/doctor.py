@@ -17,7 +17,10 @@ from quantd.daemon.config import Paths, client_sockets
 from quantd.daemon.errors import DaemonError, NoDaemonError
 
 _CPU_FEATURES = ("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
-_PROBE = "from quantd.kernels.select import select_ops; print(select_ops().name)"
+_PROBE = (
+    "import pathlib, sys; from quantd.kernels.select import select_ops; "
+    "print(select_ops(cache=pathlib.Path(sys.argv[1])).name)"
+)
 
 
 @click.command("doctor")
@@ -28,7 +31,7 @@ def doctor_command(as_json: bool) -> None:
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in ("quantd", "torch")},
         "paths": _paths(Paths.from_env()),
-        "processor": _processor(),
+        "processor": _processor(Paths.from_env().kernels),
         "sockets": {str(path): _socket_state(path) for path in client_sockets(None)},
     }
     if as_json:
@@ -52,21 +55,21 @@ def _paths(paths: Paths) -> dict[str, str]:
     return {name: f"{path}{'' if path.exists() else ' (not there yet)'}" for name, path in folders.items()}
 
 
-def _processor() -> dict[str, str]:
+def _processor(kernel_cache: Path) -> dict[str, str]:
     features = _cpu_features()
     return {
         "machine": platform.machine(),
         "features": " ".join(name for name in _CPU_FEATURES if name in features)
         or "none of those looked for",
-        "kernels": _kernels(),
+        "kernels": _kernels(kernel_cache),
     }
 
 
-def _kernels() -> str:
+def _kernels(cache: Path) -> str:
     """The backend that an engine would take, asked of a process of its own, since it needs torch."""
     with spinner("looking for kernels ..."):
         probe = subprocess.run(
-            [sys.executable, "-P", "-c", _PROBE], capture_output=True, text=True, check=False
+            [sys.executable, "-P", "-c", _PROBE, str(cache)], capture_output=True, text=True, check=False
         )
     return "; ".join(line for line in (probe.stdout + probe.stderr).splitlines()[-3:] if line.strip())
 

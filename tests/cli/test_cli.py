@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from fake_daemon import INFO, STATUS, FakeDaemon
+from homes import share_kernels
 
 CLIENT_COMMANDS = ("run", "pull", "import", "list", "show", "rm", "load", "unload", "ps", "status", "stop")
 
@@ -171,6 +172,7 @@ def test_the_shell_completes_commands_and_models(quantd, environment: dict[str, 
 
 
 def test_doctor_reports_without_a_daemon(quantd, environment: dict[str, str]) -> None:
+    share_kernels(Path(environment["QUANTD_HOME"]))
     report = json.loads(quantd("doctor", "--json").stdout)
     assert report["processor"]["kernels"].startswith(("cpu ", "reference"))
     assert report["versions"]["quantd"] == "0.1.0"

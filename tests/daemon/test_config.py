@@ -46,7 +46,7 @@ def test_defaults_are_those_of_the_engine() -> None:
     config = load_config({}, env={"QUANTD_HOME": "/nowhere"})
     assert config.socket == Path("/nowhere/run/api.sock")
     assert (config.host, config.port) == ("127.0.0.1", 11435)
-    assert config.engine.for_model(Path("/m")) == EngineConfig(model_path="/m")
+    assert config.engine.for_model(Path("/m"), Path("/k")) == EngineConfig(model_path="/m", kernel_cache="/k")
 
 
 def test_every_engine_option_is_a_field_of_the_engine() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from quantd.daemon.config import EngineOptions
+from quantd.daemon.config import EngineOptions, ServeConfig
 from quantd.daemon.server import engine_config
 from quantd.engine.errors import RequestError
 
@@ -98,8 +98,8 @@ def test_a_killed_daemons_socket_is_taken_over_and_a_live_ones_is_not(tmp_path: 
 
 
 def test_engine_options_of_a_load_are_checked(tmp_path: Path) -> None:
-    config = engine_config(EngineOptions(threads=2), tmp_path, {"kv_dtype": "fp32"})
+    config = engine_config(ServeConfig(engine=EngineOptions(threads=2)), tmp_path, {"kv_dtype": "fp32"})
     assert (config.model_path, config.threads, config.kv_dtype) == (str(tmp_path), 2, "fp32")
     for options in ({"model_path": "/etc"}, {"kv_dtype": "int3"}, {"threads": "2"}, {"nosuch": 1}):
         with pytest.raises(RequestError, match="options"):
-            engine_config(EngineOptions(), tmp_path, options)
+            engine_config(ServeConfig(), tmp_path, options)

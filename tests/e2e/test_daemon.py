@@ -22,6 +22,7 @@ import httpx2
 import openai
 import psutil
 import pytest
+from homes import share_kernels
 
 from quantd.daemon.store import Store
 
@@ -129,6 +130,7 @@ def serve(home: Path, model: str, *flags: str) -> Iterator[Served]:
 def tiny_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with the model `tiny`: random weights in GPTQ form, 8192 positions."""
     home = tmp_path_factory.mktemp("home")
+    share_kernels(home)
     folder = home / "tiny"
     shutil.copytree(DATA / "fixtures" / "gptqmodel-4b-g32-v2", folder)
     for file in (DATA / "tokenizer").iterdir():

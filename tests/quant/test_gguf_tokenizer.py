@@ -1,7 +1,6 @@
 """Tokenizers made from GGUF vocabularies against transformers and SentencePiece itself."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from quantd.daemon.store import Store
 from quantd.quant.gguf_header import read_header
 from quantd.quant.gguf_import import import_gguf
 from quantd.quant.gguf_tokenizer import PRE_TOKENIZERS, build_tokenizer, read_vocabulary
@@ -35,13 +33,6 @@ TEXTS = [
     "x" * 300,
     "",
 ]
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The real model, downloaded once into a home that outlives the tests."""
-    home = Path(os.environ.get("QUANTD_TEST_HOME") or Path(__file__).parents[2] / "build" / "test-home")
-    return Store(home / "models").pull("smollm2").path
 
 
 @pytest.fixture(scope="module")
