@@ -128,10 +128,8 @@ class ReferenceOps:
         return _softcap(self._linear(x, packed) * scale, softcap).float()
 
     def _linear(self, x: Tensor, packed: Packed) -> Tensor:
-        inputs = x.double()
-        if packed.input_bits is not None and self._rounds_inputs:
-            codes, scales = quantize_int8(x)
-            inputs = codes.double() * scales.double()
+        rounds = packed.input_bits is not None and self._rounds_inputs
+        inputs = (rounded_inputs(x) if rounds else x).double()
         n, k = packed.shape
         step = max(_CHUNK_ELEMENTS // k, 1)
         out = torch.cat([inputs @ packed.rows(slice(i, i + step)).T for i in range(0, n, step)], 1)
@@ -218,6 +216,16 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.abs().amax(-1, keepdim=True) / 127
     codes = torch.where(scale > 0, x / scale, 0).round().clamp(-127, 127)
     return codes.to(torch.int8), scale
+
+
+def rounded_inputs(x: Tensor) -> Tensor:
+    """x [M, K] as a W8A8 layer sees it: float32, each row rounded to INT8 by compressed-tensors' rule.
+
+    scale = absmax / 127.5 (255 steps over twice the absmax), codes -128..127, half to even.
+    """
+    x = x.float()
+    scale = (x.abs().amax(-1, keepdim=True) / 127.5).clamp(min=torch.finfo(torch.float32).eps)
+    return (x / scale).round().clamp(-128, 127) * scale
 
 
 def _nbytes(*tensors: Tensor | None) -> int:

@@ -31,7 +31,7 @@ class QuantizedWeight:
     codes: uint8 [N, K], each below 2**bits. scale, offset: float32 [N, ceil(K / group_size)].
     perm: int64 [K] or None for the identity; column k of `codes` multiplies input `perm[k]`
     (act-order checkpoints, sorted so that groups are contiguous).
-    input_bits: 8 where the checkpoint was made for inputs rounded to INT8 per token, else None.
+    input_bits: 8 where the checkpoint was made for inputs rounded to INT8 per token (W8A8), else None.
     """
 
     codes: Tensor
