@@ -38,14 +38,14 @@ INLINE void tile_rows(int num_rows, const float *tile, long blocks, const float 
   for (int r = 0; r < num_rows; r++) acc[r] = v_load(out + LANES * r);
   for (long b = 0; b < blocks; b++, tile += BLOCK * LANES, x += BLOCK) {
     v16 part[TILE_ROWS];
-UNROLL
+    UNROLL
     for (int r = 0; r < num_rows; r++) part[r] = v_zero();
     for (int k = 0; k < BLOCK; k++) {
       v16 weights = v_load(tile + LANES * k);
-UNROLL
+      UNROLL
       for (int r = 0; r < num_rows; r++) part[r] = v_fma(weights, v_set1(x[r * stride + k]), part[r]);
     }
-UNROLL
+    UNROLL
     for (int r = 0; r < num_rows; r++) acc[r] = v_add(acc[r], part[r]);
   }
   for (int r = 0; r < num_rows; r++) v_store(out + LANES * r, acc[r]);

@@ -14,7 +14,7 @@ INLINE long tile_block_bytes(int planes, int parts) { return planes * PLANE_BYTE
 INLINE v16 packed_dot(int bits, const uint8_t *block, const int8_t *x) {
   dot low = dot_zero(), high = dot_zero();
   int split = bits == 8 && WIDE_PLANES == 2;
-UNROLL
+  UNROLL
   for (int c = 0; c < CHUNKS; c++) {
     codes q = block_chunk(bits, block, c);
     low = dot_add(low, split ? codes_field(q, 0, 15) : q, x + 4 * c);
@@ -29,6 +29,8 @@ INLINE v16 accumulate(v16 acc, scales s, v16 sum, float x_scale, float x_sum) {
   return v_fma(s.offset, v_set1(x_sum), acc);
 }
 
+#define PREFETCH_BYTES 2048
+
 /* Scales cover whole blocks here, and the row is alone. */
 INLINE void one_row(const qd_weight *w, int bits, int header, long panel, const qd_rows *rows, long row,
                     float *out) {
@@ -39,6 +41,7 @@ INLINE void one_row(const qd_weight *w, int bits, int header, long panel, const 
     scales s = header_load(header, head);
     for (long end = min_long(blocks, b + per_header); b < end; b++, block += block_bytes(bits)) {
       qd_row_block x = row_block(rows, 1, row, b);
+      for (long i = 0; i < block_bytes(bits); i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i);
       acc = accumulate(acc, s, packed_dot(bits, block, x.q), *x.scale, *x.sum);
     }
   }
@@ -46,7 +49,7 @@ INLINE void one_row(const qd_weight *w, int bits, int header, long panel, const 
 }
 
 INLINE void unpack_block(int bits, int planes, const uint8_t *block, uint8_t *tile) {
-UNROLL
+  UNROLL
   for (int c = 0; c < CHUNKS; c++) {
     codes q = block_chunk(bits, block, c);
     codes_store(tile + CHUNK_BYTES * c, planes == 2 ? codes_field(q, 0, 15) : q);
@@ -66,8 +69,11 @@ INLINE void unpack_tile(const qd_weight *w, int bits, int planes, int parts, lon
                         uint8_t *tile) {
   for (long b = first; b < last; b++, tile += tile_block_bytes(planes, parts)) {
     float *tile_scales = (float *)(void *)(tile + planes * PLANE_BYTES);
-    unpack_block(bits, planes, weight_block(w, bits, panel, b), tile);
-    for (int part = 0; part < parts; part++) unpack_scales(w, panel, BLOCK * b + 16 * part, tile_scales + 2 * LANES * part);
+    const uint8_t *block = weight_block(w, bits, panel, b);
+    for (long i = 0; i < block_bytes(bits); i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i);
+    unpack_block(bits, planes, block, tile);
+    for (int part = 0; part < parts; part++)
+      unpack_scales(w, panel, BLOCK * b + 16 * part, tile_scales + 2 * LANES * part);
   }
 }
 
@@ -76,13 +82,13 @@ INLINE void tile_part(int num_rows, int planes, int parts, int part, const uint8
   int begin = part * CHUNKS / 2, end = parts == 2 ? begin + CHUNKS / 2 : CHUNKS;
   const float *tile_scales = (const float *)(const void *)(tile + planes * PLANE_BYTES) + 2 * LANES * part;
   dot low[TILE_ROWS], high[TILE_ROWS];
-UNROLL
+  UNROLL
   for (int r = 0; r < num_rows; r++) low[r] = high[r] = dot_zero();
-UNROLL
+  UNROLL
   for (int c = begin; c < end; c++) {
     codes q = codes_load(tile + CHUNK_BYTES * c), q_high = q;
     if (planes == 2) q_high = codes_load(tile + PLANE_BYTES + CHUNK_BYTES * c);
-UNROLL
+    UNROLL
     for (int r = 0; r < num_rows; r++) {
       low[r] = dot_add(low[r], q, x.q + BLOCK * r + 4 * c);
       if (planes == 2) high[r] = dot_add(high[r], q_high, x.q + BLOCK * r + 4 * c);
@@ -90,7 +96,7 @@ UNROLL
   }
   scales s = {v_load(tile_scales), v_load(tile_scales + LANES)};
   const float *x_sum = parts == 2 ? x.half_sum[part] : x.sum;
-UNROLL
+  UNROLL
   for (int r = 0; r < num_rows; r++) {
     vi16 sum = dot_ints(low[r]);
     if (planes == 2) sum = vi_add(sum, vi_shift4(dot_ints(high[r])));
@@ -102,14 +108,14 @@ UNROLL
 INLINE void tile_rows(int num_rows, long group, int planes, int parts, const uint8_t *tile, long first, long last,
                       const qd_rows *rows, long row, float *out) {
   v16 acc[TILE_ROWS];
-UNROLL
+  UNROLL
   for (int r = 0; r < num_rows; r++) acc[r] = v_load(out + LANES * r);
   for (long b = first; b < last; b++, tile += tile_block_bytes(planes, parts)) {
     qd_row_block x = row_block(rows, group, row, b);
     tile_part(num_rows, planes, parts, 0, tile, x, acc);
     if (parts == 2) tile_part(num_rows, planes, parts, 1, tile, x, acc);
   }
-UNROLL
+  UNROLL
   for (int r = 0; r < num_rows; r++) v_store(out + LANES * r, acc[r]);
 }
 
@@ -139,14 +145,14 @@ TILE_KERNEL(tile_narrow_halves, 1, 2)
 TILE_KERNEL(tile_wide, WIDE_PLANES, 1)
 TILE_KERNEL(tile_wide_halves, WIDE_PLANES, 2)
 
-INLINE void many_rows(const qd_weight *w, int bits, tile_kernel *kernel, long panel, const qd_rows *rows, long first_row,
+INLINE void many_rows(const qd_weight *w, int bits, tile_kernel *kernel, long panel, const qd_rows *rows, long first,
                       long num_rows, float *out, uint8_t *tile) {
   int planes = bits == 8 ? WIDE_PLANES : 1, parts = weight_parts(w);
   memset(out, 0, (size_t)(num_rows * LANES) * sizeof(float));
   for (long b = 0; b < rows->blocks; b += TILE_BLOCKS) {
     long last = min_long(rows->blocks, b + TILE_BLOCKS);
     unpack_tile(w, bits, planes, parts, panel, b, last, tile);
-    kernel(tile, b, last, rows, first_row, num_rows, out);
+    kernel(tile, b, last, rows, first, num_rows, out);
   }
 }
 

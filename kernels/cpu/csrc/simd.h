@@ -24,7 +24,7 @@
 #include "simd_portable.h"
 #endif
 
-/* Before short loops of constant length over registers. Plain C is left rolled: unrolled it takes a minute to compile. */
+/* Before short loops of constant length over registers. Plain C is left rolled: it would take a minute to compile. */
 #if defined(EACH_LANE)
 #define UNROLL
 #else

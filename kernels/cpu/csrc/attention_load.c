@@ -1,0 +1,111 @@
+/* Bringing queries, keys and values of the pool into the shape that attention computes on. */
+#include "attention_tile.h"
+#include "kv.h"
+
+/* A query rounded to INT8 as one vector; its codes count against keys shifted by 128. */
+static void quantize_query(tile *t, long row, const float *q) {
+  int8_t *to = t->q_codes + row * t->padded_dim;
+  memset(to, 0, (size_t)t->padded_dim);
+  t->q_scale[row] = kv_quantize(q, to, t->a->heads.head_dim) * t->a->scale;
+  int32_t sum = 0;
+  for (long i = 0; i < t->a->heads.head_dim; i++) sum += to[i];
+  t->q_sum[row] = -128 * sum;
+}
+
+void load_queries(tile *t) {
+  const qd_attention_args *a = t->a;
+  long dim = a->heads.head_dim;
+  for (long row = 0; row < t->num_rows; row++) {
+    long token = t->first_token + row_token(t, row), head = t->head * t->shared + row % t->shared;
+    const float *q = a->q + (token * a->heads.num_heads + head) * dim;
+    if (a->int8_queries)
+      quantize_query(t, row, q);
+    else
+      memcpy(t->queries + row * t->padded_dim, q, (size_t)dim * sizeof(float));
+  }
+}
+
+/* Where tokens first .. first + count - 1 of the request lie, and their scales (0 for the others). */
+static void locate(const tile *t, const void *data, const int64_t stride[3], const float *scale_data,
+                   const int64_t scale_stride[3], long first, long count, const uint8_t *rows[GROUP], float *scales) {
+  const qd_kv *kv = t->a->kv;
+  long block = first / kv->block_size, token = first % kv->block_size, size = kv_element_bytes(kv->type);
+  if (scale_data) memset(scales, 0, GROUP * sizeof(float));
+  for (long i = 0; i < count; block++, token = 0) {
+    long last = min_long(count, i + kv->block_size - token), id = t->table[block];
+    const uint8_t *row = (const uint8_t *)data + kv_at(stride, id, t->head, token) * size;
+    const float *scale = scale_data ? scale_data + kv_at(scale_stride, id, t->head, token) : NULL;
+    for (; i < last; i++, row += stride[2] * size) {
+      rows[i] = row;
+      if (scale) scales[i] = *scale, scale += scale_stride[2];
+    }
+  }
+}
+
+/* k_tile = keys of a group, shifted by 128, as chunks of 4 elements x 16 tokens, in planes. */
+static void load_keys_int8(tile *t, const uint8_t *rows[GROUP], long count) {
+  long dim = t->a->heads.head_dim, chunks = t->padded_dim / 4;
+  uint8_t zeros[64] = {0}, ends[GROUP][64];
+  for (long d = 0; d < dim; d += 64) {
+    const uint8_t *parts[GROUP];
+    for (long i = 0; i < GROUP; i++) {
+      parts[i] = i < count ? rows[i] + d : zeros;
+      if (dim - d < 64) parts[i] = memcpy(memset(ends[i], 0, 64), parts[i], (size_t)(dim - d));
+    }
+    words_transpose(parts, t->k_tile + GROUP * d);
+  }
+  for (long c = 0; c < chunks; c++) {
+    codes k = codes_flip_sign(codes_load(t->k_tile + 64 * c));
+    codes_store(t->k_tile + 64 * c, WIDE_PLANES == 2 ? codes_field(k, 0, 15) : k);
+    if (WIDE_PLANES == 2) codes_store(t->k_tile + 64 * (chunks + c), codes_field(k, 4, 15));
+  }
+}
+
+/* k_tile = keys of a group as floats [padded_dim][16 tokens]. */
+INLINE void load_keys_float(tile *t, int type, const uint8_t *rows[GROUP], long count) {
+  float *to = (float *)(void *)t->k_tile, lanes[LANES];
+  long dim = t->a->heads.head_dim;
+  memset(to, 0, (size_t)(t->padded_dim * GROUP) * sizeof(float));
+  for (long i = 0; i < count; i++)
+    for (long d = 0; d < dim; d += LANES) {
+      long n = min_long(LANES, dim - d);
+      v_store(lanes, kv_load(type, rows[i] + d * kv_element_bytes(type), n));
+      for (long j = 0; j < n; j++) to[GROUP * (d + j) + i] = lanes[j];
+    }
+}
+
+void load_key_group(tile *t, long start, long count) {
+  const qd_kv *kv = t->a->kv;
+  const uint8_t *rows[GROUP];
+  locate(t, kv->k, kv->k_stride, kv->k_scale, kv->k_scale_stride, start, count, rows, t->k_scales);
+  if (t->a->int8_queries)
+    load_keys_int8(t, rows, count);
+  else
+    load_keys_float(t, kv->type, rows, count);
+}
+
+void locate_values(const tile *t, long start, long count, const uint8_t *rows[GROUP], float *scales) {
+  const qd_kv *kv = t->a->kv;
+  locate(t, kv->v, kv->v_stride, kv->v_scale, kv->v_scale_stride, start, count, rows, scales);
+}
+
+INLINE void load_value_rows(tile *t, int type, const uint8_t *rows[GROUP], long count) {
+  long dim = t->a->heads.head_dim, size = kv_element_bytes(type), stride = t->padded_dim;
+  float *to = t->v_tile;
+  for (long i = 0; i < count; i++, to += stride) {
+    const uint8_t *row = rows[i];
+    long d = 0;
+    for (; d + LANES <= dim; d += LANES) v_store(to + d, kv_load(type, row + d * size, LANES));
+    if (d < dim) v_store(to + d, kv_load(type, row + d * size, dim - d)), d += LANES;
+    if (d < stride) v_store(to + d, v_zero());
+  }
+}
+
+void load_value_group(tile *t, const uint8_t *rows[GROUP], long count) {
+  switch (t->a->kv->type) {
+    case KV_INT8: load_value_rows(t, KV_INT8, rows, count); break;
+    case KV_FP16: load_value_rows(t, KV_FP16, rows, count); break;
+    case KV_BF16: load_value_rows(t, KV_BF16, rows, count); break;
+    default: load_value_rows(t, KV_FP32, rows, count);
+  }
+}
