@@ -37,6 +37,8 @@ static uint8_t *lay_out(tile *t, const qd_attention_args *a, uint8_t *memory) {
   t->padded_dim = dim;
   t->queries = (float *)(void *)take(&memory, rows * dim * 4);
   t->q_scale = (float *)(void *)take(&memory, rows * 4);
+  t->from = (int32_t *)(void *)take(&memory, rows * 4);
+  t->to = (int32_t *)(void *)take(&memory, rows * 4);
   t->q_sum = (int32_t *)(void *)take(&memory, rows * 4);
   t->q_codes = (int8_t *)take(&memory, rows * dim);
   t->scores = (float *)(void *)take(&memory, rows * SPLIT * 4);
@@ -102,14 +104,19 @@ static void find_tile(tile *t, const qd_step *step, long index) {
   t->head = index % a->heads.num_kv_heads;
   t->shared = a->heads.num_heads / a->heads.num_kv_heads;
   t->first_token = step->query_start[r] + which * tokens;
-  t->num_tokens = min_long(tokens, step->query_start[r + 1] - t->first_token);
-  t->num_rows = t->num_tokens * t->shared;
-  t->positions = step->positions + t->first_token;
+  t->num_rows = min_long(tokens, step->query_start[r + 1] - t->first_token) * t->shared;
+  for (long row = 0; row < t->num_rows; row++) {
+    long position = step->positions[t->first_token + row / t->shared];
+    t->from[row] = (int32_t)first_seen(a, position);
+    t->to[row] = (int32_t)position + 1;
+  }
+  t->all_from = t->from[t->num_rows - 1];
+  t->all_to = t->to[0];
   t->table = step->block_tables + r * step->max_blocks;
 }
 
 static float *shared_result(const tile *t, uint8_t *shared, long splits, long row, long split) {
-  long head = t->head * t->shared + row % t->shared, token = t->first_token + row_token(t, row);
+  long head = t->head * t->shared + row % t->shared, token = t->first_token + row / t->shared;
   long at = (token * t->a->heads.num_heads + head) * splits + split;
   return (float *)(void *)shared + at * result_floats(t->padded_dim);
 }
@@ -122,9 +129,8 @@ static void keep_partial(const tile *t, uint8_t *shared, long splits, long split
 
 static void merge_partial(tile *t, long split) {
   for (long row = 0; row < t->num_rows; row++) {
-    long position = row_position(t, row), first = first_seen(t, position) / SPLIT;
-    long at = row * result_floats(t->padded_dim);
-    if (split >= first && split <= position / SPLIT)
+    long first = t->from[row] / SPLIT, last = (t->to[row] - 1) / SPLIT, at = row * result_floats(t->padded_dim);
+    if (split >= first && split <= last)
       merge(t->merged + at, t->partial + at, split == first, t->padded_dim);
   }
 }
@@ -136,7 +142,7 @@ static void attend(const qd_attention_args *a, const qd_step *step, long index, 
   lay_out(&t, a, thread->scratch);
   memset(t.queries, 0, (size_t)(tile_rows(a) * t.padded_dim) * sizeof(float));
   find_tile(&t, step, index / splits);
-  long seen = first_seen(&t, t.positions[0]) / GROUP * GROUP, end = t.positions[t.num_tokens - 1] + 1;
+  long seen = t.from[0] / GROUP * GROUP, end = t.to[t.num_rows - 1];
   long first = splits > 1 ? index % splits : seen / SPLIT, last = splits > 1 ? first + 1 : ceil_div(end, SPLIT);
   if (SPLIT * first >= end || SPLIT * last <= seen) return;
   load_queries(&t);
@@ -149,14 +155,14 @@ static void attend(const qd_attention_args *a, const qd_step *step, long index, 
   }
   if (splits > 1) return;
   for (long row = 0; row < t.num_rows; row++)
-    write_row(a, t.first_token + row_token(&t, row), t.head * t.shared + row % t.shared,
+    write_row(a, t.first_token + row / t.shared, t.head * t.shared + row % t.shared,
               t.merged + row * result_floats(t.padded_dim));
 }
 
 /* All heads of token m: its splits in order, and the result. */
 static void merge_token(const qd_attention_args *a, const qd_step *step, long m, qd_thread *thread) {
   long splits = parallel_splits(a, step, thread->num_threads), dim = padded_dim(a), position = step->positions[m];
-  long first = a->window > 0 ? max_long(0, position - a->window + 1) / SPLIT : 0;
+  long first = first_seen(a, position) / SPLIT;
   float *merged = (float *)(void *)thread->scratch;
   for (long head = 0; head < a->heads.num_heads; head++) {
     const float *partials = (float *)(void *)thread->shared;

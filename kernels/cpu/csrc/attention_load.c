@@ -16,7 +16,7 @@ void load_queries(tile *t) {
   const qd_attention_args *a = t->a;
   long dim = a->heads.head_dim;
   for (long row = 0; row < t->num_rows; row++) {
-    long token = t->first_token + row_token(t, row), head = t->head * t->shared + row % t->shared;
+    long token = t->first_token + row / t->shared, head = t->head * t->shared + row % t->shared;
     const float *q = a->q + (token * a->heads.num_heads + head) * dim;
     if (a->int8_queries)
       quantize_query(t, row, q);

@@ -56,15 +56,16 @@ INLINE void score_rows(tile *t, int num, long row, long start) {
     score_float(t, num, row, start);
 }
 
-/* Scores after the cap, -inf where unseen. */
+static void cap_scores(float *scores, float cap) {
+  v_store(scores, v_mul(v_tanh(v_div(v_load(scores), v_set1(cap))), v_set1(cap)));
+}
+
+/* -inf where unseen. */
 static void mask_scores(tile *t, long row, long start) {
-  const float cap = t->a->softcap;
   float *scores = group_scores(t, row, start);
   long first, last;
-  v16 s = v_load(scores);
-  if (cap > 0.0f) s = v_mul(v_tanh(v_div(s, v_set1(cap))), v_set1(cap));
   seen_tokens(t, row, start, &first, &last);
-  v_store(scores, v_keep(s, first, last, v_set1(-INFINITY)));
+  v_store(scores, v_keep(v_load(scores), first, last, v_set1(-INFINITY)));
 }
 
 /* Calls f with the number of rows as a constant, 1 .. SHARED_ROWS. */
@@ -80,28 +81,25 @@ static void mask_scores(tile *t, long row, long start) {
 static void score_group(tile *t, long start) {
   for (long row = 0; row < t->num_rows; row += SHARED_ROWS)
     FOR_NUM_ROWS(min_long(SHARED_ROWS, t->num_rows - row), score_rows, row, start)
-  for (long row = 0; row < t->num_rows; row++) mask_scores(t, row, start);
-}
-
-/* The groups of this split that a row sees: first..last-1 as tokens from the split's start. */
-INLINE int seen_groups(const tile *t, long row, long split_start, long *first, long *last) {
-  long position = row_position(t, row), seen = first_seen(t, position);
-  *first = max_long(0, seen - split_start) / GROUP * GROUP;
-  *last = min_long(SPLIT, round_up(position + 1 - split_start, GROUP));
-  return *first < *last;
+  if (t->a->softcap > 0.0f)
+    for (long row = 0; row < t->num_rows; row++) cap_scores(group_scores(t, row, start), t->a->softcap);
+  if (!all_see_all(t, start))
+    for (long row = 0; row < t->num_rows; row++) mask_scores(t, row, start);
 }
 
 /* Scores of a row become weights: exp(score - max), times the value's scale. Starts the row's partial result. */
 static void weigh(tile *t, long row, long split_start) {
   float *scores = t->scores + row * SPLIT, *result = t->partial + row * result_floats(t->padded_dim);
-  long first, last, position = row_position(t, row), seen = first_seen(t, position);
-  if (!seen_groups(t, row, split_start, &first, &last)) return;
+  /* Of the split, in tokens from its start: what the row sees, and the groups that hold it. */
+  long from = t->from[row] - split_start, to = t->to[row] - split_start;
+  long first = max_long(0, from) / GROUP * GROUP, last = min_long(SPLIT, round_up(to, GROUP));
+  if (first >= last) return;
   v16 largest = v_set1(-INFINITY), sum = v_zero();
   for (long i = first; i < last; i += GROUP) largest = v_max(v_load(scores + i), largest);
   float max = v_max_lane(largest);
   for (long i = first; i < last; i += GROUP) {
     v16 p = v_exp(v_sub(v_load(scores + i), v_set1(max)));
-    p = v_keep(p, seen - split_start - i, position + 1 - split_start - i, v_zero());
+    if (from > i || to < i + GROUP) p = v_keep(p, from - i, to - i, v_zero());
     sum = v_add(sum, p);
     v_store(scores + i, t->a->kv->type == KV_INT8 ? v_mul(p, v_load(t->v_scales + i)) : p);
   }
@@ -149,28 +147,17 @@ INLINE void add_all_values(tile *t, int num_rows, long row, long start, long fir
   for (; d < t->padded_dim; d += 2 * LANES) add_values(t, num_rows, 2, row, d, start, first, last);
 }
 
-/* Rows see the whole group: they share the loads of its values. */
-static int all_see_all(const tile *t, long row, long end, long start) {
-  for (; row < end; row++) {
+/* Rows that see the whole group share the loads of its values. */
+static void mix_group(tile *t, long start) {
+  if (all_see_all(t, start)) {
+    for (long row = 0; row < t->num_rows; row += SHARED_ROWS)
+      FOR_NUM_ROWS(min_long(SHARED_ROWS, t->num_rows - row), add_all_values, row, start, 0, GROUP)
+    return;
+  }
+  for (long row = 0; row < t->num_rows; row++) {
     long first, last;
     seen_tokens(t, row, start, &first, &last);
-    if (first > 0 || last < GROUP) return 0;
-  }
-  return 1;
-}
-
-static void mix_group(tile *t, long start) {
-  for (long row = 0; row < t->num_rows; row += SHARED_ROWS) {
-    long end = min_long(t->num_rows, row + SHARED_ROWS);
-    if (all_see_all(t, row, end, start)) {
-      FOR_NUM_ROWS(end - row, add_all_values, row, start, 0, GROUP)
-      continue;
-    }
-    for (long r = row; r < end; r++) {
-      long first, last;
-      seen_tokens(t, r, start, &first, &last);
-      if (first < last) add_all_values(t, 1, r, start, first, last);
-    }
+    if (first < last) add_all_values(t, 1, row, start, first, last);
   }
 }
 

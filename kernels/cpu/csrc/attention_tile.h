@@ -12,11 +12,12 @@
 typedef struct {
   const qd_attention_args *a;
   const int32_t *table;
-  long head, first_token, num_tokens, shared, num_rows, padded_dim;
-  const int32_t *positions;
-  /* Per row: queries (floats x scale, or codes with scale and sum), scores, a split's result, the merged result. */
+  long head, first_token, shared, num_rows, padded_dim;
+  long all_from, all_to; /* tokens that every row sees */
+  /* Per row: tokens from .. to - 1 that it sees; its query as floats, or codes with scale and sum; scores; a split's
+   * result; the merged result. */
+  int32_t *from, *to, *q_sum;
   float *queries, *q_scale, *scores, *partial, *merged;
-  int32_t *q_sum;
   int8_t *q_codes;
   uint8_t *k_tile;
   float *v_tile, *k_scales, *v_scales;
@@ -25,10 +26,9 @@ typedef struct {
 /* A result: max, sum, then padded_dim of values, not yet divided by the sum. */
 INLINE long result_floats(long padded_dim) { return padded_dim + LANES; }
 
-INLINE long row_token(const tile *t, long row) { return row / t->shared; }
-INLINE long row_position(const tile *t, long row) { return t->positions[row_token(t, row)]; }
-INLINE long first_seen(const tile *t, long position) {
-  return t->a->window > 0 ? max_long(0, position - t->a->window + 1) : 0;
+/* The first token that the one at `position` sees. */
+INLINE long first_seen(const qd_attention_args *a, long position) {
+  return a->window > 0 ? max_long(0, position - a->window + 1) : 0;
 }
 
 /* Where a row's scores of the group at `start` lie. */
@@ -36,10 +36,12 @@ INLINE float *group_scores(const tile *t, long row, long start) { return t->scor
 
 /* Tokens first..last-1 of the group at `start` that a row sees. */
 INLINE void seen_tokens(const tile *t, long row, long start, long *first, long *last) {
-  long position = row_position(t, row);
-  *first = max_long(0, first_seen(t, position) - start);
-  *last = min_long(GROUP, position + 1 - start);
+  *first = max_long(0, t->from[row] - start);
+  *last = min_long(GROUP, t->to[row] - start);
 }
+
+/* Whether every row sees the whole group at `start`. */
+INLINE int all_see_all(const tile *t, long start) { return start >= t->all_from && start + GROUP <= t->all_to; }
 
 /* Queries of all rows, as floats or rounded to INT8. */
 void load_queries(tile *t);
