@@ -22,8 +22,11 @@ check: $(VENV)/.test
 	$(BIN)/ruff check
 	$(BIN)/mypy -p quantd
 
+# TEXT=FILE: what the perplexity is of. The first run compiles llama.cpp, which takes ten minutes or so.
 bench: $(VENV)/.bench
-	@set -e; for script in tests/bench/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	$(BIN)/python tests/bench/peers.py $(if $(TEXT),--text "$(TEXT)")
+	@set -e; for script in $(filter-out %/peers.py,$(wildcard tests/bench/*.py)); do \
+	  echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -47,5 +50,6 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.made
 	@touch $@ $(VENV)/.run
 
 $(VENV)/.bench: $(VENV)/.test
+	@echo "Installing what the benchmarks compare with ..."
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[bench]'
 	@touch $@
