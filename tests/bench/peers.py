@@ -237,11 +237,14 @@ def main() -> None:
     (file,) = folder.glob("*.gguf")
     threads = physical_cores()
     setting = Setting(folder, file, arguments.repeats, threads, arguments.text, arguments.windows)
-    rows = []
-    for name in arguments.only:
-        print(f"measuring: {name} ...", file=sys.stderr, flush=True)
-        rows += SECTIONS[name](setting)
-    print_rows(f"{file.stem}, {threads} threads, medians of {setting.repeats}", rows)
+    rows: list[Row] = []
+    try:
+        for name in arguments.only:
+            print(f"measuring: {name} ...", file=sys.stderr, flush=True)
+            rows += SECTIONS[name](setting)
+    finally:
+        # Also what was measured before something broke, for it took minutes.
+        print_rows(f"{file.stem}, {threads} threads, medians of {setting.repeats}", rows)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from bench.sides.report import Row, interleave
 
 from quantd.daemon.bench.loads import Load, make_prompts, standard_loads
 from quantd.daemon.bench.results import Percentiles, Run, Timeline, percentiles, summarize, utilisation
@@ -39,14 +40,10 @@ def check_percentiles(found: dict[str, float]) -> None:
 
 
 def check_result(result: dict[str, Any]) -> None:
-    load = result["load"]
     assert result["num_runs"] == 2
-    assert result["seconds"] > 0 and result["prompt_rate"] > 0
-    assert result["output_rate"] * result["seconds"] == pytest.approx(
-        load["num_clients"] * load["output_len"], rel=0.5
-    )
+    assert all(result[name] > 0 for name in ("seconds", "prompt_rate", "output_rate"))
     check_percentiles(result["first_token"])
-    assert (result["inter_token"] is None) == (load["output_len"] == 1)
+    assert (result["inter_token"] is None) == (result["load"]["output_len"] == 1)
     assert result["kv_utilisation"] is None or 0 < result["kv_utilisation"] <= 1
 
 
@@ -142,3 +139,23 @@ def test_one_client_is_measured_once() -> None:
     loads = standard_loads([16, 1, 4, 4], 8, 8, 8, 8)
     assert [load.num_clients for load in loads if load.kind == "concurrency"] == [4, 16]
     assert [load.num_clients for load in loads if load.kind == "decode"] == [1]
+
+
+def test_a_goal_is_of_the_ratio_where_there_is_a_peer() -> None:
+    assert Row("decode", "tok/s", figure=200.0, goal=2.0, peer=100.0).met is True
+    assert Row("decode", "tok/s", figure=199.0, goal=2.0, peer=100.0).met is False
+    assert Row("load", "s", figure=2.9, goal=3.0, better="less").met is True
+    assert Row("share", "%", figure=64.0, goal=65.0).met is False
+    assert Row("decode", "tok/s", figure=1.0, goal=None, peer=2.0).met is None
+
+
+def test_medians_of_interleaved_runs() -> None:
+    order: list[str] = []
+    values = {"a": iter([3.0, 1.0, 9.0]), "b": iter([5.0, 5.0, 4.0])}
+
+    def run(name: str) -> float:
+        order.append(name)
+        return next(values[name])
+
+    assert interleave(3, {"a": lambda: run("a"), "b": lambda: run("b")}) == {"a": 3.0, "b": 5.0}
+    assert order == ["a", "b"] * 3
