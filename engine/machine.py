@@ -1,8 +1,7 @@
-"""What this machine lets a process have: memory that is free, physical cores (Linux, torch-free)."""
+"""How much memory this machine lets a process have (Linux, torch-free)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,17 +53,3 @@ def _room(group: Path, limit_file: str, usage_file: str) -> Iterator[int]:
 def _reclaimable(stat: str) -> int:
     """File cache that the kernel drops on demand, which counts as usage (a memory.stat's text)."""
     return sum(int(line.split()[1]) for line in stat.splitlines() if line.startswith("inactive_file "))
-
-
-def physical_cores(sys: Path = _SYS) -> int:
-    """Physical cores that this process may run on; hyperthreads share one."""
-    cpus = os.sched_getaffinity(0)
-    folder = sys / "devices/system/cpu"
-    return len({_siblings(folder / f"cpu{cpu}", cpu) for cpu in cpus})
-
-
-def _siblings(folder: Path, cpu: int) -> str:
-    try:
-        return (folder / "topology/thread_siblings_list").read_text().strip()
-    except OSError:
-        return str(cpu)

@@ -17,7 +17,7 @@ from quantd.engine.batch import build_batch, prompt_logprob_positions
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError, NumericsError
 from quantd.engine.logprobs import Row, token_logprob
-from quantd.engine.machine import available_memory, physical_cores
+from quantd.engine.machine import available_memory
 from quantd.engine.memory import plan_blocks
 from quantd.engine.messages import ModelInfo
 from quantd.engine.models.architectures import decoder_spec
@@ -27,6 +27,7 @@ from quantd.engine.plan import EntryOutput, Plan, PlanEntry, RequestState, StepO
 from quantd.engine.request import Request, SamplingParams, TokenLogprob
 from quantd.engine.sampler import Sample, Sampler, check_finite
 from quantd.engine.weights import DecoderWeights, Progress, load_weights
+from quantd.kernels.machine import physical_cores
 from quantd.kernels.select import select_ops
 from quantd.quant.checkpoint import open_checkpoint
 from quantd.quant.kv import FORMATS, KVPool, KVShape, block_bytes

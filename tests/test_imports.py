@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = ("kernels", "quant", "engine", "daemon")
 HEAVY = {"torch", "transformers", "triton", "accelerate"}
 TORCH_FREE = {
-    "kernels": {"__init__", "errors"},
+    "kernels": {"__init__", "errors", "machine"},
     "quant": {
         "__init__",
         "config",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 from typing import Literal
 
 from quantd.kernels.cpu.build import BuildError, Variant, build
 from quantd.kernels.cpu.library import Library
 from quantd.kernels.cpu.ops import CpuOps
+from quantd.kernels.machine import physical_cores
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +29,6 @@ def load_ops(
     try:
         lib = Library(build(variant, cache), threads or physical_cores())
     except (BuildError, OSError) as error:
-        logger.warning("no cpu kernels: %s", error)
+        logger.warning("no cpu kernels, so plain torch serves, many times slower: %s", error)
         return None
     return CpuOps(lib, int8_activations=activations == "auto")
-
-
-def physical_cores() -> int:
-    """Cores that this process may use, those that share one counted once."""
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return len({_siblings(cpu) for cpu in allowed})
-
-
-def _siblings(cpu: int) -> str:
-    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-    try:
-        return path.read_text()
-    except OSError:
-        return str(cpu)

@@ -31,6 +31,14 @@ class Header(IntEnum):
     FLOAT_ZERO = 3
 
 
+class Inputs(IntEnum):
+    """enum qd_inputs."""
+
+    FLOAT = 0
+    INT8_BLOCKS = 1
+    INT8_ROWS = 2
+
+
 class Step(Structure):
     _fields_ = (
         ("num_tokens", c_int64),
@@ -52,7 +60,7 @@ class Weight(Structure):
         ("group", c_int64),
         ("bits", c_int32),
         ("header", c_int32),
-        ("int8_inputs", c_int32),
+        ("inputs", c_int32),
         ("codes", c_void_p),
         ("headers", c_void_p),
         ("bias", c_void_p),

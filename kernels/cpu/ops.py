@@ -23,9 +23,9 @@ _MAX_HEAD_DIM = 1024
 class CpuOps:
     """The `Ops` of one machine's CPU. Threads sleep between calls; one caller at a time.
 
-    int8_activations: inputs of quantized weights are rounded to INT8 per 32 inputs, also where a
-    checkpoint asks for one scale per token, and queries over an INT8 pool per head. Otherwise
-    nothing is rounded, and results are within rounding of fp32 arithmetic of the reference.
+    int8_activations: inputs of quantized weights are rounded to INT8 per 32 inputs, or per token where
+    a checkpoint asks for that, and queries over an INT8 pool per head. Otherwise nothing is rounded,
+    and results are within rounding of fp32 arithmetic of the reference.
     Either way the bits of a row depend on that row alone.
     """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantd.kernels.cpu import library
-from quantd.kernels.cpu.library import Header, Kind, Library
+from quantd.kernels.cpu.library import Header, Inputs, Kind, Library
 from quantd.kernels.weights import DenseWeight, QuantizedWeight, Weight
 
 _PANEL = 16
@@ -42,8 +42,10 @@ class PackedMatrix:
 
 
 def pack(lib: Library, weight: Weight, bias: Tensor | None, int8_inputs: bool) -> PackedMatrix:
-    """Pack a weight [N, K]; bias [N]. int8_inputs: whether codes meet inputs rounded to INT8 per 32.
+    """Pack a weight [N, K]; bias [N].
 
+    int8_inputs: whether codes meet inputs rounded to INT8: per token where the weight asks for that, else
+    per 32 inputs.
     Codes of 1, 5, 6, 7 bits are kept in the next larger 2 or 8. Group sizes other than 16 and
     multiples of 32 (also one over all inputs) are dequantized to fp32: exact, and rare.
     """
@@ -55,7 +57,10 @@ def pack(lib: Library, weight: Weight, bias: Tensor | None, int8_inputs: bool) -
     bits = next(b for b in (2, 3, 4, 8) if b >= weight.bits)
     header, headers = _headers(weight.scale, weight.offset)
     perm = None if weight.perm is None else weight.perm.to(torch.int32)
-    return _assemble(lib, weight.codes, bits, group, header, headers, bias, perm, int8_inputs)
+    inputs = Inputs.FLOAT
+    if int8_inputs:
+        inputs = Inputs.INT8_BLOCKS if weight.input_bits is None else Inputs.INT8_ROWS
+    return _assemble(lib, weight.codes, bits, group, header, headers, bias, perm, inputs)
 
 
 def _group(weight: QuantizedWeight) -> int | None:
@@ -67,7 +72,9 @@ def _group(weight: QuantizedWeight) -> int | None:
 
 
 def _pack_dense(lib: Library, values: Tensor, bias: Tensor | None) -> PackedMatrix:
-    return _assemble(lib, values, _FLOAT_BITS[values.dtype], _BLOCK, Header.HALF, None, bias, None, False)
+    return _assemble(
+        lib, values, _FLOAT_BITS[values.dtype], _BLOCK, Header.HALF, None, bias, None, Inputs.FLOAT
+    )
 
 
 def _assemble(
@@ -79,14 +86,14 @@ def _assemble(
     headers: Tensor | None,
     bias: Tensor | None,
     perm: Tensor | None,
-    int8_inputs: bool,
+    inputs: Inputs,
 ) -> PackedMatrix:
     n, k = source.shape
     bits_stored = bits & ~1 if bits > 16 else bits
     blocks = -(-n // _PANEL) * -(-k // _BLOCK)
     codes = torch.empty(blocks * _PANEL * _BLOCK * bits_stored // 8, dtype=torch.uint8)
     bias = None if bias is None else bias.float().contiguous()
-    struct = library.Weight(n=n, k=k, group=group, bits=bits, header=header, int8_inputs=int8_inputs)
+    struct = library.Weight(n=n, k=k, group=group, bits=bits, header=header, inputs=inputs)
     struct.codes, struct.headers, struct.bias, struct.perm = map(_pointer, (codes, headers, bias, perm))
     source = source.contiguous()
     args = library.PackArgs(target=ctypes.pointer(struct), source=source.data_ptr())

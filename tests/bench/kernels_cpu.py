@@ -14,8 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from quantd.kernels.cpu import load_ops, physical_cores
+from quantd.kernels.cpu import load_ops
 from quantd.kernels.cpu.ops import CpuOps
+from quantd.kernels.machine import physical_cores
 from quantd.kernels.ops import AttentionInputs, HeadShape
 from quantd.kernels.weights import QuantizedWeight
 from quantd.quant.kv import FORMATS, KVPool, KVShape

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from quantd.daemon.bench.loads import Load, make_prompts, shared_prefix_loads
 from quantd.daemon.store import Store
-from quantd.engine.machine import physical_cores
+from quantd.kernels.machine import physical_cores
 
 REPO = Path(__file__).parents[2]
 MODEL = "smollm2"

@@ -9,8 +9,9 @@ import pytest
 
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError
-from quantd.engine.machine import available_memory, physical_cores
+from quantd.engine.machine import available_memory
 from quantd.engine.memory import plan_blocks, reserve
+from quantd.kernels.machine import physical_cores
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quantd.kernels.cpu import load_ops, physical_cores
+from quantd.kernels.cpu import load_ops
 from quantd.kernels.cpu.build import BuildError, build, default_cache
 
 COMPILER = """#!/bin/sh
@@ -102,7 +102,3 @@ def test_without_a_compiler_there_are_no_ops(
 
 def test_a_library_that_does_not_load_gives_no_ops(folder: Path) -> None:
     assert load_ops(cache=folder / "cache") is None
-
-
-def test_at_least_one_core() -> None:
-    assert physical_cores() >= 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cpu_cases import VARIANTS, cpu_ops, quantized, randint, round_inputs
@@ -96,6 +98,24 @@ def test_a_row_does_not_depend_on_its_company(activations: str, weight: str) -> 
     for m in (2, 3, 5, 8, 11, 33, 64, 129, 140):
         assert torch.equal(ops.linear(x[:m], packed), alone[:m]), m
         assert torch.equal(ops.linear(x[-m:], packed), alone[-m:]), m
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("bits", "perm"), [(8, False), (4, True)])
+def test_inputs_are_rounded_per_token_where_the_checkpoint_asks(
+    variant: Variant, bits: int, perm: bool
+) -> None:
+    weight = replace(quantized(37, 75, bits, 75, "half zero", perm), input_bits=8)
+    reference, ops = ReferenceOps(), cpu_ops("auto", variant)
+    x = torch.randn(9, 75) * torch.logspace(-3, 3, 9)[:, None]
+    x[1, 7], x[2] = -50.0, 0.0  # the code -128 (half to even), and a row without a largest input
+    expected, actual = reference.linear(x, reference.pack(weight)), ops.linear(x, ops.pack(weight))
+    for row, wanted in zip(actual, expected, strict=True):
+        assert torch.equal(row, wanted) or relative_error(row, wanted) < 2e-6
+    x[3, 5], x[4, 6] = torch.inf, torch.nan
+    spoilt = ops.linear(x, ops.pack(weight))
+    assert spoilt[3:5].isnan().all()
+    assert torch.equal(spoilt[5:], actual[5:]) and torch.equal(spoilt[:3], actual[:3])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

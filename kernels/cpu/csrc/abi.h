@@ -14,14 +14,17 @@ typedef struct {
 
 /* A matrix of n outputs x k inputs in panels of 16 outputs, see weights.h. bits: 2, 3, 4, 8 for codes; 16 (fp16),
  * 17 (bf16) or 32 for plain floats. header: qd_header. group: inputs a scale covers, 16 or a multiple of 32.
- * perm[j]: the input that column j multiplies, or NULL. int8_inputs: inputs are rounded to INT8 per 32. */
+ * perm[j]: the input that column j multiplies, or NULL. inputs: qd_inputs, how codes meet them. */
 typedef struct {
   int64_t n, k, group;
-  int32_t bits, header, int8_inputs;
+  int32_t bits, header, inputs;
   const uint8_t *codes, *headers;
   const float *bias;
   const int32_t *perm;
 } qd_weight;
+
+/* Not rounded; to INT8 per 32 inputs; to INT8 per token, as checkpoints made for that (W8A8) ask. */
+enum qd_inputs { QD_FLOAT_INPUTS, QD_INT8_BLOCKS, QD_INT8_ROWS };
 
 /* Both floats fp16; fp16 scale and a zero point: offset = -zero * scale; both fp32; fp32 scale and a zero point. */
 enum qd_header { QD_HALF, QD_HALF_ZERO, QD_FLOAT, QD_FLOAT_ZERO };

@@ -34,26 +34,27 @@ static long scratch_bytes(const void *args, const qd_step *step) {
   const qd_weight *w = ((const qd_linear_args *)args)->weight;
   (void)step;
   return MATMUL_SCRATCH + MATMUL_ROWS * LANES * 4 + 3 * float_row_bytes(w) +
-         rows_bytes(1, weight_blocks(w), w->int8_inputs);
+         rows_bytes(1, weight_blocks(w), w->inputs);
 }
 
 static long shared_bytes(const void *args, const qd_step *step, int num_threads) {
   const qd_weight *w = ((const qd_linear_args *)args)->weight;
   (void)num_threads;
-  return rows_bytes(step->num_tokens, weight_blocks(w), w->int8_inputs);
+  return rows_bytes(step->num_tokens, weight_blocks(w), w->inputs);
 }
 
 /* Row `to` of rows from x: permuted, padded with zeros to whole blocks, rounded. */
 static void prepare_row(const qd_weight *w, const float *x, const qd_rows *rows, long to, float *row) {
-  float *target = w->int8_inputs ? row : rows->x + to * rows->blocks * BLOCK;
+  float *target = w->inputs ? row : rows->x + to * rows->blocks * BLOCK;
   if (w->perm)
     for (long k = 0; k < w->k; k++) target[k] = x[w->perm[k]];
-  else if (!w->int8_inputs || w->k % BLOCK)
+  else if (!w->inputs || w->k % BLOCK)
     memcpy(target, x, (size_t)w->k * sizeof(float));
   else
     target = (float *)x;
   for (long k = w->k; k < rows->blocks * BLOCK; k++) target[k] = 0.0f;
-  if (w->int8_inputs) rows_quantize(rows, to, target);
+  if (w->inputs == QD_INT8_BLOCKS) rows_quantize_blocks(rows, to, target);
+  if (w->inputs == QD_INT8_ROWS) rows_quantize_whole(rows, to, target);
 }
 
 static void enter(const void *args, const qd_step *step, qd_thread *thread) {
@@ -106,7 +107,7 @@ static void finish(const qd_linear_args *a, long panel, long first, long num_row
 static void multiply(const qd_linear_args *a, const qd_rows *rows, long first, long num_rows, long panel, long last,
                      const parts *p) {
   for (; panel < last; panel++) {
-    if (a->weight->int8_inputs)
+    if (a->weight->inputs)
       matmul_int8(a->weight, panel, rows, first, num_rows, p->out, p->tile);
     else
       matmul_float(a->weight, panel, rows, first, num_rows, p->out, p->tile);

@@ -50,6 +50,17 @@ INLINE float int8_scale(float absmax, float *inverse) {
   return absmax / 127.0f;
 }
 
+/* Codes of a block (whole numbers) and their scale s. */
+INLINE void block_store(qd_row_block to, v16 a, v16 b, float s) {
+  v_store_i8(to.q, a);
+  v_store_i8(to.q + LANES, b);
+  float sum_a = v_sum(a), sum_b = v_sum(b);
+  *to.scale = s;
+  *to.sum = s * (sum_a + sum_b);
+  *to.half_sum[0] = s * sum_a;
+  *to.half_sum[1] = s * sum_b;
+}
+
 /* bad: 0, or NaN where x holds a NaN or an infinity; then the scale is NaN and all codes 0, so that results are NaN. */
 INLINE void quantize_block(const float *x, qd_row_block to) {
   v16 a = v_load(x), b = v_load(x + LANES), zero = v_zero();
@@ -60,20 +71,39 @@ INLINE void quantize_block(const float *x, qd_row_block to) {
     a = b = zero;
     inverse = 0.0f;
   }
-  a = v_round(v_mul(a, v_set1(inverse)));
-  b = v_round(v_mul(b, v_set1(inverse)));
-  v_store_i8(to.q, a);
-  v_store_i8(to.q + LANES, b);
-  float sum_a = v_sum(a), sum_b = v_sum(b);
-  *to.scale = s;
-  *to.sum = s * (sum_a + sum_b);
-  *to.half_sum[0] = s * sum_a;
-  *to.half_sum[1] = s * sum_b;
+  block_store(to, v_round(v_mul(a, v_set1(inverse))), v_round(v_mul(b, v_set1(inverse))), s);
 }
 
-/* Row m of rows from x, BLOCK * rows->blocks floats. */
-INLINE void rows_quantize(const qd_rows *rows, long m, const float *x) {
+/* Row m of rows from x, BLOCK * rows->blocks floats, each block with a scale of its own. */
+INLINE void rows_quantize_blocks(const qd_rows *rows, long m, const float *x) {
   for (long b = 0; b < rows->blocks; b++) quantize_block(x + BLOCK * b, row_block(rows, rows->tile, m, b));
 }
+
+/* x / scale as a code, -128..127. */
+INLINE v16 whole_code(v16 x, v16 scale) {
+  return v_max(v_set1(-128.0f), v_min(v_set1(127.0f), v_round(v_div(x, scale))));
+}
+
+/* The same with one scale, absmax / 127.5: 255 steps over twice the absmax, the rule of compressed-tensors. */
+INLINE void rows_quantize_whole(const qd_rows *rows, long m, const float *x) {
+  v16 largest = v_zero(), bad = v_zero(), zero = v_zero();
+  for (long k = 0; k < BLOCK * rows->blocks; k += LANES) {
+    v16 v = v_load(x + k);
+    largest = v_max(largest, v_abs(v));
+    bad = v_fma(v, zero, bad);
+  }
+  float not_finite = v_sum(bad), s = v_max_lane(largest) / 127.5f;
+  if (s < 1.1920929e-7f) s = 1.1920929e-7f;
+  v16 scale = v_set1(s);
+  if (!(not_finite == 0.0f)) {
+    s = not_finite;
+    scale = v_set1(1.0f);
+  }
+  for (long b = 0; b < rows->blocks; b++) {
+    v16 first = s == s ? v_load(x + BLOCK * b) : zero, second = s == s ? v_load(x + BLOCK * b + LANES) : zero;
+    block_store(row_block(rows, rows->tile, m, b), whole_code(first, scale), whole_code(second, scale), s);
+  }
+}
+
 
 #endif
