@@ -23,7 +23,7 @@ from sides.llama_side import LlamaCpp
 from sides.quantd_side import Engine
 from sides.report import Row, interleave, print_rows
 
-from quantd.engine.machine import physical_cores
+from quantd.kernels.machine import physical_cores
 from quantd.quant.gguf_import import import_gguf
 
 REPO = Path(__file__).parents[2]
