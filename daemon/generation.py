@@ -105,7 +105,7 @@ class Choice:
     """One continuation as text. A token's entry goes out with the first of its text that does."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, stops: Sequence[str], scored: bool, echo: Echo | None
+        self, index: int, tokenizer: Tokenizer, stops: StopStrings, scored: bool, echo: Echo | None
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -113,7 +113,7 @@ class Choice:
         self.finished = False
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer()
-        self._stops = StopStrings(stops)
+        self._stops = stops
         self._scored = scored
         self._echo = echo
         self._decoded = self._released = 0 if echo is None else len(echo.text)

@@ -19,6 +19,7 @@ from quantd.daemon.generation import Choice, Echo, Generation
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import LoadedModel, Models
 from quantd.daemon.templates import Message
+from quantd.daemon.text import StopStrings
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.errors import ContextLengthError, RequestError
 from quantd.engine.request import INT64_MAX, Request, SamplingParams
@@ -124,6 +125,12 @@ class Service:
         """The model, held and counted until `held` is closed."""
         if self._closing:
             raise OverloadedError("the daemon is stopping")
+        if num_choices > self._max_queue:
+            raise RequestError(
+                f"n: {num_choices} answers at once are more than this daemon ever takes, which is "
+                f"{self._max_queue} (max_queue)",
+                "n",
+            )
         if self._num_choices + num_choices > self._max_queue:
             raise OverloadedError(
                 f"{self._num_choices} requests are under way and {num_choices} more would pass the limit of "
@@ -153,6 +160,7 @@ class Service:
     ) -> Generation:
         """Check every engine request, then start them. texts: prompts as sent, None for token ids."""
         generation_id = uuid.uuid4().hex
+        stops = StopStrings(options.stop)
         jobs = []
         for index in range(len(prompts) * options.n):
             place, number = divmod(index, options.n)
@@ -163,17 +171,11 @@ class Service:
                 salt=options.cache_salt,
             )
             model.engine.info.check_request(request)
-            jobs.append((request, _choice(index, request, model.tokenizer, options, echo, texts[place])))
+            scored = request.sampling.logprobs is not None
+            repeated = Echo(model.tokenizer, request.prompt, texts[place], scored) if echo else None
+            jobs.append((request, Choice(index, model.tokenizer, stops.restarted(), scored, repeated)))
         on_close = held.pop_all().close
         return Generation(generation_id, model.name, model.engine, jobs, options.n, self.metrics, on_close)
-
-
-def _choice(
-    index: int, request: Request, tokenizer: Tokenizer, options: Options, echo: bool, text: str | None
-) -> Choice:
-    scored = request.sampling.logprobs is not None
-    repeated = Echo(tokenizer, request.prompt, text, scored) if echo else None
-    return Choice(index, tokenizer, options.stop, scored, repeated)
 
 
 def _sampling(options: Options, model: LoadedModel, number: int, echo: bool) -> SamplingParams:

@@ -8,6 +8,7 @@ later piece can change, so the deltas join to exactly what one decode of the who
 from __future__ import annotations
 
 import codecs
+import copy
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -191,7 +192,8 @@ class StopStrings:
     """Cuts a stream of text before the first stop string that is completed in it.
 
     What may still become a stop string is held back. One Knuth-Morris-Pratt state a string, so the work
-    is linear in the text, and the result does not depend on where the stream was cut.
+    is linear in the text, and the result does not depend on where the stream was cut. The tables take
+    time and memory, so the choices of a request share them: see `restarted`.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -199,6 +201,13 @@ class StopStrings:
         self._fails = [_failure_table(stop) for stop in stops]
         self._states = [0] * len(stops)
         self._held = ""
+
+    def restarted(self) -> StopStrings:
+        """The same strings for another stream, with the same tables."""
+        twin = copy.copy(self)
+        twin._states = [0] * len(self._stops)
+        twin._held = ""
+        return twin
 
     def feed(self, text: str) -> tuple[str, bool]:
         """The text that is free to go out, and whether a stop string was met (then nothing may follow)."""

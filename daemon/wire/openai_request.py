@@ -24,6 +24,7 @@ from quantd.engine.request import MAX_LOGPROBS, SamplingParams
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_STOP_LEN = 4096
 COMPLETION_TOKENS = 16
 
 Body = TypeVar("Body")
@@ -230,6 +231,9 @@ def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > MAX_STOPS:
         raise RequestError(f"stop must hold at most {MAX_STOPS} strings, got {len(stops)}", "stop")
+    longest = max(map(len, stops), default=0)
+    if longest > MAX_STOP_LEN:
+        raise RequestError(f"stop strings must have at most {MAX_STOP_LEN} characters, got {longest}", "stop")
     return tuple(text for text in stops if text)
 
 
@@ -270,7 +274,7 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
     """Templates print arguments as JSON themselves, so the JSON text that clients send is read first."""
     arguments: Any = call.function.arguments or {}
     if isinstance(arguments, str):
-        with contextlib.suppress(msgspec.DecodeError):
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
             arguments = msgspec.json.decode(arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": call.type, "function": function} | ({} if call.id is None else {"id": call.id})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from typing import Any
@@ -147,6 +148,19 @@ def test_tool_round_trips(content: dict[str, Any]) -> None:
     in_loop(without_tools)()
 
 
+@pytest.mark.parametrize("arguments", ["[" * 50000, "not JSON", "5", '{"a": ' * 900 + "1" + "}" * 900])
+def test_odd_tool_arguments_are_no_fault_of_the_daemon(arguments: str) -> None:
+    body = case("c08d")
+    body["messages"][1]["tool_calls"][0]["function"]["arguments"] = arguments
+
+    async def post() -> None:
+        async with running_daemon(template=TOOL_TEMPLATE) as daemon:
+            status, answer = await daemon.post(CHAT, body)
+            assert status == 200 or (status, answer["error"]["param"]) == (400, "messages")
+
+    in_loop(post)()
+
+
 BAD_CHAT = [
     (case("c10"), "top_logprobs"),
     (case("c10c"), "seed"),
@@ -175,6 +189,7 @@ BAD_CHAT = [
     ({"stop_token_ids": [514]}, "stop_token_ids"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": "a" * 4097}, "stop"),
     ({"stop": [1]}, "stop[0]"),
     ({"stop": 5}, "stop"),
     ({"top_logprobs": 2}, "top_logprobs"),
@@ -402,8 +417,17 @@ async def test_statuses_of_what_cannot_be_served() -> None:
             found, answer = await daemon.post(CHAT, HI)
             assert found == status and answer["error"]["type"] == "server_error"
             assert isinstance(failure, RuntimeError) or str(failure) in answer["error"]["message"]
-        async with daemon.session.post(f"http://x{CHAT}", json=HI | {"n": 3}) as response:
+        await refused(daemon, CHAT, HI | {"n": 3}, "n")
+        await refused(daemon, COMPLETIONS, {"prompt": ["a"] * 3}, "n")
+        assert (await daemon.post(CHAT, HI))[0] == 200
+        daemon.engine.gate.clear()
+        first = asyncio.create_task(daemon.post(CHAT, HI))
+        while not daemon.engine.running:
+            await asyncio.sleep(0.005)
+        async with daemon.session.post(f"http://x{CHAT}", json=HI | {"n": 2}) as response:
             assert response.status == 429 and response.headers["Retry-After"]
+        daemon.engine.gate.set()
+        assert (await first)[0] == 200
         async with daemon.session.post(f"http://x{CHAT}", data=io.BytesIO(bytes(65 * 2**20))) as response:
             assert response.status == 413 and "error" in await response.json()
         assert (await daemon.get("/v1/nothing"))[0] == 404

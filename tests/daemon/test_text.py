@@ -96,7 +96,9 @@ def test_unknown_decoders_are_refused_by_name() -> None:
 
 
 def cut(stops: Sequence[str], parts: Sequence[str]) -> tuple[str, bool]:
-    filter_ = StopStrings(stops)
+    used = StopStrings(stops)
+    used.feed("ab")
+    filter_ = used.restarted()
     text = ""
     for part in parts:
         free, met = filter_.feed(part)
