@@ -69,6 +69,11 @@ def main() -> int:
         # The reader (`head`, a pager) has gone. Python would complain when it flushes stdout at the end.
         sys.stdout = None
         return 1
+    except OSError as error:
+        # A full disk, a folder that is read-only: they can meet any command in any file.
+        file = error.filename2 or error.filename
+        click.echo(f"Error: {f'{file}: ' if file else ''}{error.strerror or error}", err=True)
+        return 1
     return status if isinstance(status, int) else 0
 
 

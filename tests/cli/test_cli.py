@@ -66,6 +66,16 @@ def test_every_error_is_one_line(quantd, tmp_path: Path, fake_daemon: FakeDaemon
         assert "Traceback" not in done.stderr
 
 
+def test_a_home_that_cannot_be_written_is_named(quantd, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    home = {"QUANTD_HOME": str(tmp_path / "file" / "home")}
+    for args in (("import", str(tmp_path)), ("pull", "smollm2"), ("run", "tiny", "Hi"), ("serve",)):
+        done = quantd(*args, **home)
+        assert done.returncode == 1, args
+        assert done.stderr.startswith(f"Error: {home['QUANTD_HOME']}"), done.stderr
+        assert done.stderr.count("\n") == 1 and "ot a directory" in done.stderr
+
+
 def test_wrong_usage_is_status_2(quantd) -> None:
     for args in (("bogus",), ("load",), ("run", "tiny", "Hi", "--seed", "x"), ("run", "tiny", "--json")):
         assert quantd(*args).returncode == 2, args
