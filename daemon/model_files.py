@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from quantd.engine.errors import RequestError
 from quantd.engine.request import SamplingParams
+from quantd.quant import safetensors_file
 from quantd.quant.errors import CheckpointError
 
 # For models that say nothing. Small quantized models ramble at temperature 1 with the whole vocabulary
@@ -18,15 +18,7 @@ _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object, or {} where there is no such file. Raises CheckpointError for anything else."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: holds no JSON object")
-    return value
+    return safetensors_file.read_json(file) if file.is_file() else {}
 
 
 def sampling_defaults(folder: Path) -> dict[str, float]:

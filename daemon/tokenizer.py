@@ -160,7 +160,7 @@ def _end_ids(
 
 def _id_list(value: object) -> set[int]:
     values = value if isinstance(value, list) else [value]
-    return {item for item in values if type(item) is int}
+    return {item for item in values if type(item) is int and item >= 0}
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
@@ -178,9 +178,13 @@ def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
     """The default chat template; a file of its own goes before the tokenizer's configuration."""
     for file in (folder / "chat_template.jinja", folder / "additional_chat_templates" / "default.jinja"):
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            try:
+                return file.read_text(encoding="utf-8")
+            except (OSError, UnicodeError) as error:
+                raise CheckpointError(f"{file}: cannot be read: {error}") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        named = {str(entry.get("name")): entry.get("template") for entry in entries}
         template = named.get("default") or next(iter(named.values()), None)
     return template if isinstance(template, str) else None

@@ -93,3 +93,27 @@ def test_faults_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    "data", [b"{", b"[]", b"\xff\xfe", b"[" * 100_000], ids=["cut", "list", "bytes", "deep"]
+)
+def test_damaged_json_is_named(tmp_path: Path, name: str, data: bytes) -> None:
+    (write_model(tmp_path) / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=name):
+        Tokenizer.load(tmp_path)
+
+
+def test_odd_templates(tmp_path: Path) -> None:
+    for odd in (5, [], [1], [{"name": ["x"]}], [{"template": 5}]):
+        assert Tokenizer.load(write_model(tmp_path, None, chat_template=odd)).template is None
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja"):
+        Tokenizer.load(tmp_path)
+
+
+def test_an_end_id_that_is_none_is_left_out(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, None)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, "x", True, 7]}))
+    assert Tokenizer.load(folder).end_ids == {2, 7}
