@@ -34,11 +34,20 @@ def make_app(service: Service, control: Control, ping_seconds: float = PING_SECO
     app[CONTROL] = control
     app[_PING] = ping_seconds
     for method, path, handler in _ROUTES:
-        for full_path in (f"/v1{path}", path):
-            app.router.add_route(method, full_path + "{_:/?}", handler)
+        _add_route(app, method, f"/v1{path}", handler)
+        _add_route(app, method, path, handler)
     for method, path, handler in (*control_routes(), ("GET", "/metrics", metrics)):
-        app.router.add_route(method, path + "{_:/?}", handler)
+        _add_route(app, method, path, handler)
     return app
+
+
+def _add_route(app: web.Application, method: str, path: str, handler: Handler) -> None:
+    """With GET comes HEAD, which monitors ask with (RFC 9110, section 9.1)."""
+    path += "{_:/?}"
+    if method == "GET":
+        app.router.add_get(path, handler, allow_head=True)
+    else:
+        app.router.add_route(method, path, handler)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:

@@ -16,7 +16,7 @@ from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.model_files import sampling_defaults
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.config import EngineConfig
-from quantd.engine.errors import CapacityError, EngineDiedError
+from quantd.engine.errors import CapacityError, EngineDiedError, RequestError
 from quantd.engine.messages import ModelInfo, Stats
 from quantd.engine.request import Request, TokenEvent
 
@@ -105,8 +105,9 @@ class LoadedModel:
 class ModelEntry:
     """A model on its way into memory, in it, or on its way out. progress: (done, total) bytes of weights."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, config: EngineConfig) -> None:
         self.name = name
+        self.config = config
         self.state: State = "loading"
         self.progress = (0, 0)
         self.load: asyncio.Task[LoadedModel]
@@ -194,20 +195,34 @@ class Models:
         raise EngineDiedError(f"the engine of {name} ends as soon as it is loaded; see the daemon's log")
 
     async def open(self, name: str, options: Mapping[str, Any] | None = None) -> ModelEntry:
-        """The entry of a model that is loaded or loads from now on, a new load with these engine options."""
+        """The entry of a model that is loaded or loads from now on, with these engine options.
+
+        Raises RequestError where it is loaded with others.
+        """
         while entry := self._entries.get(name):
             if entry.model is not None and entry.model.engine.died.done():
                 self._remove(entry)
             elif entry.state == "unloading":
                 await entry.gone.wait()
             else:
+                self._check_options(entry, options or {})
                 return entry
         stored = self.store.get(name)
         config = self._make_config(stored.path, options or {})
-        entry = self._entries[name] = ModelEntry(name)
+        entry = self._entries[name] = ModelEntry(name, config)
         entry.load = asyncio.create_task(self._load(entry, config))
         entry.load.add_done_callback(lambda load: self._note_loaded(entry, load))
         return entry
+
+    def _check_options(self, entry: ModelEntry, options: Mapping[str, Any]) -> None:
+        wanted = self._make_config(Path(entry.config.model_path), options)
+        others = [name for name in options if getattr(wanted, name) != getattr(entry.config, name)]
+        if others:
+            there = ", ".join(f"{name} {getattr(entry.config, name)}" for name in others)
+            raise RequestError(
+                f"{entry.name} is loaded with {there}; unload it first (quantd unload {entry.name})",
+                "options",
+            )
 
     async def unload(self, name: str) -> None:
         """Let the model's requests finish, for a while, then end its engine. Raises ModelNotFoundError."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from quantd.daemon.app import make_app
 from quantd.daemon.config import ServeConfig
@@ -41,9 +42,18 @@ def run_server(config: ServeConfig) -> int:
     at once and gives 1. Raises ListenError, and ModelNotFoundError for a model to preload.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
+    logging.getLogger("aiohttp.server").addFilter(_tell_bad_http_in_a_line)
     with contextlib.ExitStack() as opened:
         listeners = _listen(config, opened)
         return asyncio.run(_serve(config, listeners))
+
+
+def _tell_bad_http_in_a_line(record: logging.LogRecord) -> bool:
+    """What a client gets wrong in HTTP itself is no fault of ours, which a trace would look like."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.msg, record.args, record.exc_info = "not HTTP: %s", (" ".join(str(error).split())[:200],), None
+    return True
 
 
 def _listen(config: ServeConfig, opened: contextlib.ExitStack) -> list[socket.socket]:

@@ -77,5 +77,8 @@ async def answer_errors(request: web.Request, handler: Any) -> web.StreamRespons
         message = f"{error.reason}: {request.method} {request.path}"
         body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         return json_response({"error": body}, error.status, allow)
+    except web.RequestPayloadError:
+        fault = "the body is not what its Content-Encoding or Transfer-Encoding says"
+        return error_response(RequestError(fault))
     except Exception as error:
         return error_response(error)

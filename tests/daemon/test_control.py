@@ -34,6 +34,20 @@ async def test_load_tells_progress_and_the_models_info() -> None:
 
 
 @in_loop
+async def test_options_are_not_passed_over_when_the_model_is_loaded_already() -> None:
+    async with running_daemon() as daemon:
+        for options in ({"kv_dtype": "fp32"}, {"kv_dtype": "fp32"}, {}, {"threads": 0}):
+            body = {"model": "tiny", "options": options}
+            async with daemon.session.post("http://x/quantd/load", json=body) as response:
+                assert response.status == 200 and b"ready" in await response.read()
+        status, answer = await daemon.post(
+            "/quantd/load", {"model": "tiny", "options": {"kv_dtype": "int8", "threads": 0}}
+        )
+        assert status == 400 and "kv_dtype fp32" in answer["error"]["message"]
+        assert len(daemon.engines.started) == 1
+
+
+@in_loop
 async def test_load_failures() -> None:
     async with running_daemon() as daemon:
         assert (await daemon.post("/quantd/load", {"model": "nosuch"}))[0] == 404

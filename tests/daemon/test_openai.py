@@ -267,6 +267,22 @@ def test_broken_bodies_are_client_errors(data: bytes) -> None:
 
 
 @in_loop
+async def test_broken_encodings_are_client_errors() -> None:
+    async with running_daemon() as daemon:
+        headers = {"Content-Encoding": "gzip"}
+        async with daemon.session.post(f"http://x{CHAT}", data=b"{}", headers=headers) as response:
+            assert response.status == 400 and "Content-Encoding" in await response.text()
+
+
+@in_loop
+async def test_what_can_be_got_has_a_head() -> None:
+    async with running_daemon() as daemon:
+        for path in ("/health", "/v1/models", "/v1/models/tiny", "/metrics", "/quantd/status"):
+            async with daemon.session.head(f"http://x{path}") as response:
+                assert response.status == 200 and await response.read() == b""
+
+
+@in_loop
 async def test_index_is_prompt_times_n_plus_choice() -> None:
     async with running_daemon() as daemon:
         body = case("c12c")

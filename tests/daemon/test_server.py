@@ -97,6 +97,19 @@ def test_a_killed_daemons_socket_is_taken_over_and_a_live_ones_is_not(tmp_path: 
         assert process.poll() is None
 
 
+def test_what_is_not_http_takes_a_line_of_the_log(tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    with serving(path) as process:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nCookie: " + b"a" * 10_000 + b"\r\n\r\n")
+            assert b"400" in client.recv(1000)
+        assert b"200 OK" in ask(path, "GET /health")
+        process.terminate()
+        _, errors = process.communicate(timeout=20)
+        assert "not HTTP" in errors and "Traceback" not in errors
+
+
 def test_engine_options_of_a_load_are_checked(tmp_path: Path) -> None:
     config = engine_config(ServeConfig(engine=EngineOptions(threads=2)), tmp_path, {"kv_dtype": "fp32"})
     assert (config.model_path, config.threads, config.kv_dtype) == (str(tmp_path), 2, "fp32")
