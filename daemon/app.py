@@ -15,24 +15,21 @@ from quantd.daemon.service import Service
 from quantd.daemon.wire import openai
 from quantd.daemon.wire.errors import answer_errors, json_response
 from quantd.daemon.wire.openai_request import ChatBody, CompletionBody, parse
-from quantd.daemon.wire.stream import send_stream
+from quantd.daemon.wire.stream import DEFAULT_TIMING, Timing, send_stream
 
 MAX_BODY = 64 * 2**20
 
-# Seconds of silence in a stream before a sign of life.
-PING_SECONDS = 5.0
-
 SERVICE = web.AppKey("service", Service)
-_PING = web.AppKey("ping_seconds", float)
+_TIMING = web.AppKey("timing", Timing)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def make_app(service: Service, control: Control, ping_seconds: float = PING_SECONDS) -> web.Application:
+def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING) -> web.Application:
     """The whole surface over one service. Paths work with and without /v1, and with a slash at the end."""
     app = web.Application(middlewares=[answer_errors, refuse_foreign_sites], client_max_size=MAX_BODY)
     app[SERVICE] = service
     app[CONTROL] = control
-    app[_PING] = ping_seconds
+    app[_TIMING] = timing
     for method, path, handler in _ROUTES:
         _add_route(app, method, f"/v1{path}", handler)
         _add_route(app, method, path, handler)
@@ -58,7 +55,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         id, scored = f"chatcmpl-{generation.id}", bool(body.logprobs)
         if body.streams:
             frames = openai.ChatStream(id, generation.model, generation.num_choices, scored, body.wants_usage)
-            return await send_stream(request, generation, frames, request.app[_PING])
+            return await send_stream(request, generation, frames, request.app[_TIMING])
         answers = await collect(generation)
         return json_response(openai.chat_reply(id, generation.model, answers, scored, generation.usage))
 
@@ -73,7 +70,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             frames = openai.CompletionStream(
                 id, generation.model, generation.num_choices, scored, body.wants_usage
             )
-            return await send_stream(request, generation, frames, request.app[_PING])
+            return await send_stream(request, generation, frames, request.app[_TIMING])
         answers = await collect(generation)
         return json_response(openai.completion_reply(id, generation.model, answers, scored, generation.usage))
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -18,14 +18,18 @@ from quantd.daemon.errors import OverloadedError
 from quantd.daemon.generation import Choice, Echo, Generation
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import LoadedModel, Models
-from quantd.daemon.templates import Message
+from quantd.daemon.templates import ChatTemplate, Message
 from quantd.daemon.text import StopStrings
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.errors import ContextLengthError, RequestError
 from quantd.engine.request import INT64_MAX, Request, SamplingParams
 
-# Encoding that takes longer than a few milliseconds leaves the event loop free.
+# Text that takes more than a few milliseconds to be made a prompt leaves the event loop free. A message
+# takes a template as long as so many characters take a tokenizer.
 _LONG_TEXT = 20_000
+_MESSAGE_COST = 100
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +95,7 @@ class Service:
                 raise RequestError(
                     f"the model {model.name} has no chat template; use /v1/completions", "model"
                 )
-            text = model.tokenizer.template.render(
-                request.messages, request.tools, request.documents, request.template_variables
-            )
-            prompt = await _encode(model.tokenizer, text, raw=False)
+            prompt = await _chat_prompt(model.tokenizer, model.tokenizer.template, request)
             return self._generate(model, [prompt], [None], request.options, held)
 
     async def complete(self, request: CompletionRequest) -> Generation:
@@ -102,10 +103,7 @@ class Service:
         options = request.options
         with ExitStack() as held:
             model = await self._acquire(request.model, options.n * len(request.prompts), held)
-            prompts = [
-                await _encode(model.tokenizer, prompt, raw=True) if isinstance(prompt, str) else prompt
-                for prompt in request.prompts
-            ]
+            prompts = await _raw_prompts(model.tokenizer, request.prompts)
             texts = [prompt if isinstance(prompt, str) else None for prompt in request.prompts]
             try:
                 return self._generate(model, prompts, texts, options, held, request.echo)
@@ -201,7 +199,24 @@ def _wrap_int64(seed: int, number: int) -> int:
     return (seed + number + INT64_MAX + 1) % (2 * (INT64_MAX + 1)) - INT64_MAX - 1
 
 
-async def _encode(tokenizer: Tokenizer, text: str, raw: bool) -> list[int]:
-    if len(text) < _LONG_TEXT:
-        return tokenizer.encode(text, raw)
-    return await asyncio.to_thread(tokenizer.encode, text, raw)
+async def _chat_prompt(tokenizer: Tokenizer, template: ChatTemplate, request: ChatRequest) -> list[int]:
+    def render() -> list[int]:
+        variables = request.template_variables
+        return tokenizer.encode(
+            template.render(request.messages, request.tools, request.documents, variables)
+        )
+
+    sizes = (_MESSAGE_COST + len(message["content"]) for message in request.messages)
+    return await _in_time(sum(sizes), render)
+
+
+async def _raw_prompts(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> list[list[int]]:
+    def encode() -> list[list[int]]:
+        return [tokenizer.encode(item, raw=True) if isinstance(item, str) else item for item in prompts]
+
+    return await _in_time(sum(len(item) for item in prompts if isinstance(item, str)), encode)
+
+
+async def _in_time(num_characters: int, work: Callable[[], Result]) -> Result:
+    """The result of work on so much text; what takes long leaves the event loop to the others."""
+    return work() if num_characters < _LONG_TEXT else await asyncio.to_thread(work)

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import msgspec
 from aiohttp import web
 
 from quantd.daemon.generation import Delta, Generation, Usage
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of silence before a sign of life, and of a client that takes nothing before it is given up."""
+
+    ping_seconds: float = 5.0
+    stall_seconds: float = 60.0
+
+
+DEFAULT_TIMING = Timing()
 
 
 class StreamFormat(Protocol):
@@ -37,43 +50,48 @@ def sse_frame(data: object) -> bytes:
 
 
 async def send_stream(
-    request: web.Request, generation: Generation, frames: StreamFormat, ping_seconds: float
+    request: web.Request, generation: Generation, frames: StreamFormat, timing: Timing
 ) -> web.StreamResponse:
-    """Send a generation as it comes, with a ping after so many seconds of silence.
+    """Send a generation as it comes, with signs of life.
 
-    An error after the headers is told in the stream.
+    An error after the headers is told in the stream. A client that takes nothing for long counts as gone:
+    what it does not read would pile up here.
     """
     response = web.StreamResponse(headers={"Content-Type": frames.content_type, "Cache-Control": "no-cache"})
     await response.prepare(request)
     try:
-        await _send(response, generation, frames, ping_seconds)
+        async with aclosing(_parts(generation, frames, timing.ping_seconds)) as parts:
+            async for part in parts:
+                async with asyncio.timeout(timing.stall_seconds):
+                    await response.write(part)
+        async with asyncio.timeout(timing.stall_seconds):
+            await response.write_eof()
     # The client is gone; leaving the generation's context ends the work.
     except ConnectionError:
-        return response
-    # The boundary of a request once its status is out.
-    except Exception as error:
-        await _write(response, frames.error(error))
-    await response.write_eof()
+        pass
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
     return response
 
 
-async def _send(
-    response: web.StreamResponse, generation: Generation, frames: StreamFormat, ping_seconds: float
-) -> None:
-    await _write(response, frames.start())
-    while True:
-        try:
-            async with asyncio.timeout(ping_seconds):
-                delta = await anext(generation)
-        except TimeoutError:
-            await response.write(frames.ping)
-        except StopAsyncIteration:
-            break
-        else:
-            await _write(response, frames.delta(delta))
-    await _write(response, frames.finish(generation.usage))
-
-
-async def _write(response: web.StreamResponse, frames: Sequence[bytes]) -> None:
-    if frames:
-        await response.write(b"".join(frames))
+async def _parts(generation: Generation, frames: StreamFormat, ping_seconds: float) -> AsyncGenerator[bytes]:
+    """What to write, a piece at a time."""
+    try:
+        for frame in frames.start():
+            yield frame
+        while True:
+            try:
+                async with asyncio.timeout(ping_seconds):
+                    delta = await anext(generation)
+            except TimeoutError:
+                yield frames.ping
+            except StopAsyncIteration:
+                break
+            else:
+                if part := b"".join(frames.delta(delta)):
+                    yield part
+        yield b"".join(frames.finish(generation.usage))
+    # The boundary of a request once its status is out.
+    except Exception as error:
+        yield b"".join(frames.error(error))

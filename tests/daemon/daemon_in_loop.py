@@ -23,6 +23,7 @@ from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import Models
 from quantd.daemon.service import Service
 from quantd.daemon.sockets import tcp_sockets, unix_socket
+from quantd.daemon.wire.stream import DEFAULT_TIMING, Timing
 from quantd.engine.config import EngineConfig
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
@@ -85,7 +86,7 @@ async def running_daemon(
     script: Script = repeat_prompt,
     template: str | None = CHATML,
     max_queue: int = 512,
-    ping_seconds: float = 5.0,
+    timing: Timing = DEFAULT_TIMING,
 ) -> AsyncIterator[Daemon]:
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as opened:
         folder = Path(name)
@@ -102,7 +103,7 @@ async def running_daemon(
         listeners += opened.enter_context(tcp_sockets("127.0.0.1", 0))
         control = Control(models, "0.0.0", ["unix"])
         runner = web.AppRunner(
-            make_app(service, control, ping_seconds), handler_cancellation=True, shutdown_timeout=1.0
+            make_app(service, control, timing), handler_cancellation=True, shutdown_timeout=1.0
         )
         await runner.setup()
         for listener in listeners:

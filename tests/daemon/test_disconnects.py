@@ -12,6 +12,8 @@ import psutil
 import pytest
 from daemon_in_loop import Daemon, case, in_loop, running_daemon
 
+from quantd.daemon.wire.stream import Timing
+
 CHAT = "/v1/chat/completions"
 
 
@@ -99,7 +101,7 @@ async def test_fifty_clients_leave_nothing_behind() -> None:
 
 @in_loop
 async def test_a_silent_engine_does_not_make_a_silent_stream() -> None:
-    async with running_daemon(ping_seconds=0.01) as daemon:
+    async with running_daemon(timing=Timing(ping_seconds=0.01)) as daemon:
         body = case("c13") | {"max_tokens": 3, "stream": True}
         await daemon.stream(CHAT, body)
         daemon.engine.gate.clear()
@@ -108,3 +110,18 @@ async def test_a_silent_engine_does_not_make_a_silent_stream() -> None:
                 pass
             daemon.engine.gate.set()
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
+@in_loop
+async def test_a_client_that_reads_nothing_is_given_up_and_others_go_on() -> None:
+    async with running_daemon(timing=Timing(stall_seconds=0.2)) as daemon:
+        body = case("c13") | {"max_tokens": 450, "stream": True, "logprobs": True, "n": 8}
+        with open_request(daemon, body) as connection:
+            await until(lambda: bool(daemon.engines.started))
+            assert (await daemon.post(CHAT, case("c13") | {"max_tokens": 3}))[0] == 200
+            async with asyncio.timeout(10):
+                await daemon.service.wait_idle()
+            assert daemon.service.models.entries[0].model.num_requests == 0
+            connection.settimeout(5)
+            received = b"".join(iter(lambda: connection.recv(2**20), b""))
+            assert received.startswith(b"HTTP/1.1 200") and b"[DONE]" not in received

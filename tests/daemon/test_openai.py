@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import threading
 from typing import Any
 
 import pytest
 from daemon_in_loop import Daemon, case, in_loop, running_daemon
 
 from quantd.daemon.errors import GenerationError
+from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.errors import CapacityError, EngineDiedError
 from quantd.quant.errors import UnsupportedModelError
 
@@ -416,6 +418,31 @@ async def test_overflow_is_refused_with_both_numbers() -> None:
             assert error["n_ctx"] == 512 and error["n_prompt_tokens"] >= 600
             assert "512" in error["message"] and str(error["n_prompt_tokens"]) in error["message"]
             assert not daemon.engine.seen
+
+
+@in_loop
+async def test_long_prompts_are_made_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_the_loop: list[bool] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, raw: bool = False) -> list[int]:
+        in_the_loop.append(threading.current_thread() is threading.main_thread())
+        return encode(self, text, raw)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    message = {"role": "user", "content": "x"}
+    async with running_daemon() as daemon:
+        for path, body in (
+            (CHAT, {"messages": [message]}),
+            (CHAT, {"messages": [message] * 2000}),
+            (CHAT, {"messages": [message | {"content": "x" * 30_000}]}),
+            (COMPLETIONS, {"prompt": "x"}),
+            (COMPLETIONS, {"prompt": ["x" * 10_000] * 3}),
+        ):
+            in_the_loop.clear()
+            short = "x" in body.values() or body.get("messages") == [message]
+            assert (await daemon.post(path, {"max_tokens": 1} | body))[0] == (200 if short else 400)
+            assert set(in_the_loop) == {short}
 
 
 @in_loop
