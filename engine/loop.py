@@ -119,7 +119,7 @@ def serve(fd: int, build_runner: BuildRunner) -> None:
     except Exception as error:
         if not isinstance(error, QuantdError):
             logger.exception("the engine process ends")
-        connection.send(Failed(kind=type(error).__name__, message=_describe(error)))
+        connection.send(Failed(kind=_kind(error), message=_describe(error)))
         sys.exit(1)
 
 
@@ -140,6 +140,11 @@ def _die_with_parent() -> None:
     """A second belt beside the socket's end: the kernel kills this process with the thread that made it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _kind(error: Exception) -> str:
+    """The error's class; torch has none for memory of the CPU that it could not get."""
+    return "MemoryError" if "can't allocate memory" in str(error) else type(error).__name__
 
 
 def _describe(error: Exception) -> str:

@@ -21,6 +21,10 @@ def build_runner(config: EngineConfig, progress: Callable[[int, int], None]) -> 
             raise CheckpointError("shard 2 is missing")
         case "too big":
             raise MemoryError
+        case "too big for torch":
+            import torch
+
+            torch.empty(2**46)
         case "buggy":
             raise ZeroDivisionError("oh")
         case "exits":

@@ -74,7 +74,10 @@ class _Fields:
 
     @property
     def num_layers(self) -> int:
-        return self.integer("num_hidden_layers")
+        number = self.integer("num_hidden_layers")
+        if number > _MAX_LAYERS:
+            raise CheckpointError(f"config.json: num_hidden_layers is {number}, more than {_MAX_LAYERS}")
+        return number
 
     def window(self) -> int:
         return 0 if self.get("sliding_window") is None else self.integer("sliding_window")
@@ -93,6 +96,9 @@ class _Fields:
 
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+
+# Far beyond any model, and few enough to be told which tensors of them are missing.
+_MAX_LAYERS = 10_000
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",

@@ -174,6 +174,7 @@ async def test_a_step_that_fails_twice_in_a_row_ends_the_process_with_its_reason
     [
         ("damaged", CheckpointError, "^shard 2 is missing$"),
         ("too big", CapacityError, "MemoryError"),
+        ("too big for torch", CapacityError, "allocate"),
         ("buggy", EngineDiedError, "ZeroDivisionError: oh"),
         ("exits", EngineDiedError, "status 3"),
     ],

@@ -130,6 +130,7 @@ def llama(**changes: Any) -> dict[str, Any]:
         (llama(hidden_size=None), CheckpointError, "hidden_size"),
         (llama(vocab_size="1000"), CheckpointError, "vocab_size"),
         (llama(num_hidden_layers=0), CheckpointError, "num_hidden_layers"),
+        (llama(num_hidden_layers=10**9), CheckpointError, "num_hidden_layers"),
         (llama(head_dim=33), UnsupportedModelError, "odd"),
         ({**OLD_FORM["qwen2"], "layer_types": ["chunked_attention"] * 8}, UnsupportedModelError, "chunked"),
         ({**OLD_FORM["qwen2"], "layer_types": ["full_attention"]}, CheckpointError, "layer_types"),
