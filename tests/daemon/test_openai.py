@@ -380,6 +380,29 @@ async def test_text_and_bytes_of_split_characters() -> None:
 
 
 @in_loop
+async def test_an_answer_that_is_cut_inside_a_character() -> None:
+    """Case c01b; the engine is told what its schema would make it say."""
+    body = case("c01b")
+    schema = body.pop("response_format")["json_schema"]["schema"]
+    answer = json.dumps({"answer": schema["properties"]["answer"]["enum"][0]}, ensure_ascii=False)
+    async with running_daemon() as daemon:
+        await daemon.post(CHAT, HI)
+        ids = daemon.service.models.entries[0].model.tokenizer.encode(answer)
+        daemon.engine.script = lambda request: [*ids, 513]
+        texts = []
+        for limit in range(1, len(ids) + 2):
+            chunks = chunks_of(await daemon.stream(CHAT, body | {"max_tokens": limit}))
+            _, reply = await daemon.post(CHAT, body | {"max_tokens": limit, "stream": False})
+            choice = reply["choices"][0]
+            texts.append(choice["message"]["content"])
+            assert texts_of(chunks)[0] == texts[-1]
+            assert choice["finish_reason"] == ("length" if limit <= len(ids) else "stop")
+            assert answer.startswith(texts[-1].removesuffix("\ufffd"))
+            assert "\ufffd" not in texts_of(chunks[:-2]).get(0, "")
+        assert texts[-1] == answer and any(text.endswith("\ufffd") for text in texts)
+
+
+@in_loop
 async def test_stop_strings_across_tokens() -> None:
     async with running_daemon() as daemon:
         await daemon.post(CHAT, HI)

@@ -245,6 +245,21 @@ def test_overflow_is_refused_with_both_numbers(served: Served) -> None:
     )
 
 
+def test_what_outgrows_the_pool_is_refused_and_others_are_served(tiny_home: Path) -> None:
+    """Case c17: a pool of 32 blocks of 16 tokens."""
+    with serve(tiny_home, "tiny", "--max-model-len", "2048", "--kv-memory", str(512 * 320)) as daemon:
+        assert daemon.stats()["blocks_total"] == 32
+        status, answer = daemon.post("/v1/completions", case("c17"))
+        assert status == 400 and answer["error"]["code"] == "context_length_exceeded"
+        assert "800" in answer["error"]["message"] and "KV cache" in answer["error"]["message"]
+        assert daemon.complete({"prompt": [40] * 10, "max_tokens": 2})["usage"]["completion_tokens"] == 2
+        ids = case("c17")["prompt"][:400]
+        grown = daemon.complete({"prompt": ids, "max_tokens": 400, "ignore_eos": True})
+        assert grown["choices"][0]["finish_reason"] == "length"
+        assert grown["usage"]["total_tokens"] == 512
+        daemon.wait_idle()
+
+
 @pytest.mark.parametrize("changes", [{"stream": False}, {"stream": True}, {"n": 4}])
 @pytest.mark.parametrize("prompt_len", [10, 6000], ids=["decode", "prefill"])
 def test_leaving_frees_everything(served: Served, changes: dict[str, Any], prompt_len: int) -> None:
