@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -117,3 +118,22 @@ def test_an_end_id_that_is_none_is_left_out(tmp_path: Path) -> None:
     folder = write_model(tmp_path, None)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, "x", True, 7]}))
     assert Tokenizer.load(folder).end_ids == {2, 7}
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_model(tmp_path))
+    over, ticks = threading.Event(), 0
+
+    def tick() -> None:
+        nonlocal ticks
+        while not over.wait(0.001):
+            ticks += 1
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    before = ticks
+    ids = tokenizer.encode("one two three " * 100_000)
+    during = ticks - before
+    over.set()
+    ticker.join()
+    assert during > 10 and tokenizer.decode(ids[:20]).startswith("one two three")
