@@ -247,10 +247,10 @@ class LocalSource:
     def _files(self) -> list[Path]:
         if self.path.is_file():
             if self.path.suffix != ".gguf":
-                raise StoreError(f"{self.path}: not a model: give a .gguf file or a folder")
+                raise StoreError(f"{self.spec}: not a model: give a .gguf file or a folder")
             return [self.path]
         if not self.path.is_dir():
-            raise StoreError(f"{self.path}: no such file or folder")
+            raise StoreError(f"{self.spec}: no such file or folder")
         names = sorted(entry.name for entry in self.path.iterdir() if entry.is_file())
         files = [self.path / name for name in names if is_model_file(name) and name != "quantd.json"]
         if any(file.suffix == ".safetensors" for file in files):

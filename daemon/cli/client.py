@@ -82,7 +82,7 @@ class DaemonClient:
         connection = self._connect()
         try:
             connection.sock.settimeout(timeout)
-            payload = None if body is None else json.dumps(body)
+            payload = None if body is None else _encode(body)
             connection.request(method, path, payload, {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status >= 400:
@@ -131,6 +131,13 @@ def parse_host(host: str) -> tuple[str, int]:
     if not name or not port.isdecimal():
         raise ConfigError(f"--host: {host!r} is not accepted; use HOST:PORT, such as 127.0.0.1:11435")
     return name.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _encode(body: object) -> str:
+    try:
+        return json.dumps(body, allow_nan=False)
+    except ValueError:
+        raise DaemonError("nan and inf cannot be sent; give a number.") from None
 
 
 def _decode(data: bytes) -> Any:

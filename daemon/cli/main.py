@@ -56,7 +56,8 @@ def main() -> int:
     """Run the command line; the exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
     try:
         status = cli.main(prog_name="quantd", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where the shell closed it
+            sys.stdout.flush()
     except QuantdError as error:
         click.echo(f"Error: {error}", err=True)
         return 1

@@ -58,6 +58,7 @@ def test_every_error_is_one_line(quantd, tmp_path: Path, fake_daemon: FakeDaemon
         (("ps", "--host", "nowhere"), "--host: 'nowhere' is not accepted; use HOST:PORT"),
         (("load", "broken", *at), "shard 2 is missing"),
         (("run", "gone", "Hi", *at), "No model gone here; quantd pull gone"),
+        (("run", "tiny", "Hi", "--temperature", "nan", *at), "nan and inf cannot be sent"),
     ]:
         done = quantd(*args)
         assert done.returncode == 1, args
@@ -74,6 +75,12 @@ def test_a_home_that_cannot_be_written_is_named(quantd, tmp_path: Path) -> None:
         assert done.returncode == 1, args
         assert done.stderr.startswith(f"Error: {home['QUANTD_HOME']}"), done.stderr
         assert done.stderr.count("\n") == 1 and "ot a directory" in done.stderr
+
+
+def test_a_closed_stdout_is_no_fault(environment: dict[str, str]) -> None:
+    command = [str(Path(sys.executable).with_name("quantd")), "list"]
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *command], env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_wrong_usage_is_status_2(quantd) -> None:
