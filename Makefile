@@ -24,7 +24,7 @@ check: $(VENV)/.test
 
 # TEXT=FILE: what the perplexity is of. The first run compiles llama.cpp, which takes ten minutes or so.
 bench: $(VENV)/.bench
-	$(BIN)/python tests/bench/peers.py $(if $(TEXT),--text "$(TEXT)")
+	$(BIN)/python tests/bench/peers.py $(if $(TEXT),--text "$(TEXT)") $(if $(LLAMA_SERVER),--llama-server "$(LLAMA_SERVER)")
 	@set -e; for script in $(filter-out %/peers.py,$(wildcard tests/bench/*.py)); do \
 	  echo "== $$script"; $(BIN)/python "$$script"; done
 

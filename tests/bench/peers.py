@@ -11,12 +11,15 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
+from typing import TypeAlias
 
 from sides.bandwidth import ReadBandwidth
+from sides.llama_server_side import llama_server
 from sides.llama_side import LlamaCpp, first_token_seconds
 from sides.quantd_side import Engine, daemon, perplexity, start_engine
 from sides.report import Row, interleave, print_rows
@@ -24,7 +27,9 @@ from sides.transformers_side import Transformers
 from tokenizers import Tokenizer
 
 from quantd.daemon.bench.loads import Load, make_prompts, shared_prefix_loads
+from quantd.daemon.bench.results import Result
 from quantd.daemon.store import Store
+from quantd.engine.messages import ModelInfo
 from quantd.kernels.machine import physical_cores
 
 REPO = Path(__file__).parents[2]
@@ -32,10 +37,13 @@ MODEL = "smollm2"
 VOCAB_SIZE = 49152
 WINDOW_LEN = 1024
 
-# llama-server -np 16 on two AVX2 cores, with the same model and loads. llama-cpp-python has no such
-# server: its own answers one request after another, which the figures of a queue stand for.
-LLAMA_SERVER = "llama-server, measured earlier on two AVX2 cores"
+# llama-server -np 16 on two AVX2 cores (read bandwidth 35.6 GB/s), with the same model and loads: what a
+# run without --llama-server is held against. llama-cpp-python has no such server: its own answers one
+# request after another, which the figures of a queue stand for.
 LLAMA_SERVER_RATES = {"one": 90.0, "sixteen": 136.0, "shared": 10.6}
+
+
+ServerRate: TypeAlias = Callable[[Load, ModelInfo], float | None]
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,19 @@ class Setting:
     threads: int
     text: Path | None
     num_windows: int
+    llama_server: Path | None
 
     def llama(self, context_len: int, quantized_cache: bool = False) -> LlamaCpp:
         return LlamaCpp(self.file, context_len, self.threads, quantized_cache)
+
+    @contextmanager
+    def server_rates(self, measure: Callable[[Result], float | None]) -> Iterator[ServerRate]:
+        """What gives llama-server's rate for a load: measured now, where there is one."""
+        if self.llama_server is None:
+            yield lambda load, info: None
+            return
+        with llama_server(self.llama_server, self.file, self.threads) as server:
+            yield lambda load, info: measure(server.run(load, info))
 
 
 def random_ids(length: int) -> list[int]:
@@ -84,21 +102,17 @@ def streamed(setting: Setting) -> Iterator[Row]:
     """Decode of one client over the daemon's Unix socket."""
     load = Load(kind="decode", prompt_len=64, output_len=129)
     llama, context = setting.llama(2048), random_ids(64)
-    with daemon(MODEL) as served:
+    with daemon(MODEL) as served, setting.server_rates(lambda result: result.decode_rate) as server:
         rates = interleave(
             setting.repeats,
             {
                 "quantd": lambda: served.run(load).decode_rate or 0.0,
                 "llama.cpp": lambda: llama.decode_rate(context, 128),
+                "server": lambda: server(load, served.info) or LLAMA_SERVER_RATES["one"],
             },
         )
-    yield _beside_server(
-        "decode, one client, through the daemon",
-        2.0,
-        "one",
-        rates["quantd"],
-        f"llama.cpp in process: {rates['llama.cpp']:.1f}",
-    )
+    note = f"llama.cpp in process: {rates['llama.cpp']:.1f}"
+    yield _beside_server(setting, "decode, one client, through the daemon", 2.0, "quantd", rates, note)
 
 
 def sixteen(setting: Setting) -> Iterator[Row]:
@@ -106,22 +120,19 @@ def sixteen(setting: Setting) -> Iterator[Row]:
     load = Load(kind="concurrency", num_clients=16, prompt_len=63, output_len=96)
     _, prompts = make_prompts(load, VOCAB_SIZE, Random(0))
     llama = setting.llama(2048)
-    with daemon(MODEL) as served:
+    with daemon(MODEL) as served, setting.server_rates(lambda result: result.output_rate) as server:
         rates = interleave(
             setting.repeats,
             {
                 "quantd": lambda: served.run(load).output_rate,
                 # In a queue four requests have the rate of sixteen.
                 "llama.cpp": lambda: llama.queue_rate(prompts[:4], load.output_len),
+                "server": lambda: server(load, served.info) or LLAMA_SERVER_RATES["sixteen"],
             },
         )
-    yield _beside_server(
-        "16 clients, 63 tokens in, 96 out, through the daemon",
-        4.0,
-        "sixteen",
-        rates["quantd"],
-        f"llama.cpp, a queue: {rates['llama.cpp']:.1f}",
-    )
+    measure = "16 clients, 63 tokens in, 96 out, through the daemon"
+    note = f"llama.cpp, a queue: {rates['llama.cpp']:.1f}"
+    yield _beside_server(setting, measure, 4.0, "quantd", rates, note)
 
 
 def shared(setting: Setting) -> Iterator[Row]:
@@ -129,27 +140,27 @@ def shared(setting: Setting) -> Iterator[Row]:
     cold, cached = shared_prefix_loads(shared_len=700, prompt_len=63, output_len=32, num_clients=8)
     _, prompts = make_prompts(cold, VOCAB_SIZE, Random(0))
     llama = setting.llama(2048)
-    with daemon(MODEL) as served:
+    with daemon(MODEL) as served, setting.server_rates(lambda result: result.output_rate) as server:
         rates = interleave(
             setting.repeats,
             {
                 "cold": lambda: served.run(cold).output_rate,
                 "cached": lambda: served.run(cached).output_rate,
                 "llama.cpp": lambda: llama.queue_rate(prompts, cold.output_len),
+                "server": lambda: server(cached, served.info) or LLAMA_SERVER_RATES["shared"],
             },
         )
+    note = f"llama.cpp, a queue that keeps the prefix: {rates['llama.cpp']:.1f}"
     for name in ("cold", "cached"):
-        yield _beside_server(
-            f"8 clients sharing a 700-token prefix, {name}, 32 out",
-            15.0,
-            "shared",
-            rates[name],
-            f"llama.cpp, a queue that keeps the prefix: {rates['llama.cpp']:.1f}",
-        )
+        measure = f"8 clients sharing a 700-token prefix, {name}, 32 out"
+        yield _beside_server(setting, measure, 15.0, name, rates, note)
 
 
-def _beside_server(measure: str, goal: float, peer: str, rate: float, note: str) -> Row:
-    return Row(measure, "tok/s", rate, goal, LLAMA_SERVER_RATES[peer], LLAMA_SERVER, note=note)
+def _beside_server(
+    setting: Setting, measure: str, goal: float, name: str, rates: dict[str, float], note: str
+) -> Row:
+    peer = "llama-server -np 16" + ("" if setting.llama_server else ", quoted from a faster machine")
+    return Row(measure, "tok/s", rates[name], goal, rates["server"], peer, note=note)
 
 
 def context(setting: Setting) -> Iterator[Row]:
@@ -225,6 +236,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="some sections")
     parser.add_argument("--repeats", type=int, default=5, help="rounds that the medians are of (5)")
     parser.add_argument("--text", type=Path, help="text for the perplexity (Python's documentation)")
+    parser.add_argument("--llama-server", type=Path, help="a llama-server binary to measure beside")
     parser.add_argument("--windows", type=int, default=16, help="windows of 1024 tokens of it (16)")
     return parser.parse_args()
 
@@ -236,7 +248,15 @@ def main() -> None:
     folder = Store(home / "models").pull(MODEL).path
     (file,) = folder.glob("*.gguf")
     threads = physical_cores()
-    setting = Setting(folder, file, arguments.repeats, threads, arguments.text, arguments.windows)
+    setting = Setting(
+        folder=folder,
+        file=file,
+        repeats=arguments.repeats,
+        threads=threads,
+        text=arguments.text,
+        num_windows=arguments.windows,
+        llama_server=arguments.llama_server,
+    )
     rows: list[Row] = []
     try:
         for name in arguments.only:
