@@ -112,6 +112,7 @@ class LinearArgs(Structure):
         ("glu", POINTER(GluArgs)),
         ("scale", c_float),
         ("softcap", c_float),
+        ("fine", c_int32),
     )
 
 

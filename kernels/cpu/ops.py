@@ -45,12 +45,18 @@ class CpuOps:
 
     def linear(self, x: Tensor, packed: PackedMatrix) -> Tensor:
         """x [M, K] @ W.T + bias -> [M, N]."""
-        return self.logits(x, packed)
+        return self._linear(x, packed, library.LinearArgs(scale=1.0))
 
     def logits(self, x: Tensor, packed: PackedMatrix, scale: float = 1.0, softcap: float = 0.0) -> Tensor:
-        """linear(x) * scale, softcapped -> [M, N]."""
+        """linear(x) * scale, softcapped -> [M, N].
+
+        Nothing comes after it that would even errors out, so inputs are rounded finely (see csrc/abi.h).
+        """
+        return self._linear(x, packed, library.LinearArgs(scale=scale, softcap=softcap, fine=True))
+
+    def _linear(self, x: Tensor, packed: PackedMatrix, args: library.LinearArgs) -> Tensor:
         x, out = _rows(x, packed.shape[1]), _new(x, packed.shape[0])
-        args = library.LinearArgs(weight=pointer(packed.struct), scale=scale, softcap=softcap)
+        args.weight = pointer(packed.struct)
         self._run(Call(Kind.LINEAR, args, {"x": x}, {"out": out}, _step(x), (packed,)))
         return out
 

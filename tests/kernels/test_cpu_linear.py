@@ -150,6 +150,18 @@ def test_zero_and_tiny_inputs_give_the_bias() -> None:
         assert torch.equal(ops.linear(torch.full((1, 64), value), packed)[0], bias)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("perm", [False, True])
+def test_inputs_of_logits_are_rounded_finely(variant: Variant, perm: bool) -> None:
+    weight, ops = quantized(37, 75, 4, 32, perm=perm), cpu_ops("auto", variant)
+    packed, x = ops.pack(weight, torch.randn(37)), torch.randn(140, 75)
+    expected = EXACT.linear(x, EXACT.pack(weight)) + packed.bias
+    actual = ops.logits(x, packed)
+    assert relative_error(actual, expected) < 3e-5 < relative_error(ops.linear(x, packed), expected)
+    for m in (1, 2, 5, 63, 64, 65, 140):
+        assert torch.equal(ops.logits(x[:m], packed), actual[:m]), m
+
+
 def test_logits_are_scaled_and_capped() -> None:
     weight, x = quantized(37, 75, 4, 32), torch.randn(3, 75)
     ops = cpu_ops("fp32")

@@ -18,6 +18,10 @@ typedef struct {
   qd_rows own;
 } parts;
 
+/* Prepared rows for each token: its inputs, and with `fine` what rounding them left. */
+static long rows_per_token(const qd_linear_args *a) { return a->fine && a->weight->inputs ? 2 : 1; }
+static long total_rows(const qd_linear_args *a, const qd_step *step) { return rows_per_token(a) * step->num_tokens; }
+
 static long float_row_bytes(const qd_weight *w) { return weight_blocks(w) * BLOCK * (long)sizeof(float); }
 
 static parts parts_of(const qd_weight *w, uint8_t *scratch) {
@@ -38,13 +42,18 @@ static long scratch_bytes(const void *args, const qd_step *step) {
 }
 
 static long shared_bytes(const void *args, const qd_step *step, int num_threads) {
-  const qd_weight *w = ((const qd_linear_args *)args)->weight;
+  const qd_linear_args *a = args;
   (void)num_threads;
-  return rows_bytes(step->num_tokens, weight_blocks(w), w->inputs);
+  return rows_bytes(total_rows(a, step), weight_blocks(a->weight), a->weight->inputs);
 }
 
-/* Row `to` of rows from x: permuted, padded with zeros to whole blocks, rounded. */
-static void prepare_row(const qd_weight *w, const float *x, const qd_rows *rows, long to, float *row) {
+static void quantize_row(const qd_weight *w, const float *x, const qd_rows *rows, long to) {
+  if (w->inputs == QD_INT8_BLOCKS) rows_quantize_blocks(rows, to, x);
+  if (w->inputs == QD_INT8_ROWS) rows_quantize_whole(rows, to, x);
+}
+
+/* Row `to` of rows from x: permuted, padded with zeros to whole blocks, rounded. Returns it as it was before. */
+static const float *prepare_row(const qd_weight *w, const float *x, const qd_rows *rows, long to, float *row) {
   float *target = w->inputs ? row : rows->x + to * rows->blocks * BLOCK;
   if (w->perm)
     for (long k = 0; k < w->k; k++) target[k] = x[w->perm[k]];
@@ -53,13 +62,25 @@ static void prepare_row(const qd_weight *w, const float *x, const qd_rows *rows,
   else
     target = (float *)x;
   for (long k = w->k; k < rows->blocks * BLOCK; k++) target[k] = 0.0f;
-  if (w->inputs == QD_INT8_BLOCKS) rows_quantize_blocks(rows, to, target);
-  if (w->inputs == QD_INT8_ROWS) rows_quantize_whole(rows, to, target);
+  quantize_row(w, target, rows, to);
+  return target;
+}
+
+/* The row behind `to`: what rounding x to that one left. */
+static void prepare_rest(const qd_weight *w, const float *x, const qd_rows *rows, long to, float *row) {
+  for (long b = 0; b < rows->blocks; b++) {
+    qd_row_block rounded = row_block(rows, rows->tile, to, b);
+    for (long i = 0; i < BLOCK; i += LANES) {
+      v16 back = v_mul(v_load_i8(rounded.q + i), v_set1(*rounded.scale));
+      v_store(row + BLOCK * b + i, v_sub(v_load(x + BLOCK * b + i), back));
+    }
+  }
+  quantize_row(w, row, rows, to + 1);
 }
 
 static void enter(const void *args, const qd_step *step, qd_thread *thread) {
   const qd_linear_args *a = args;
-  if (step->num_tokens != 1) return;
+  if (total_rows(a, step) != 1) return;
   parts p = parts_of(a->weight, thread->scratch);
   const float *x = a->x;
   if (a->norm) {
@@ -78,7 +99,7 @@ static void keep_norm(const qd_norm_args *norm, const parts *p) {
 static void prepare_chunk(const qd_linear_args *a, const qd_step *step, long index, qd_thread *thread) {
   const qd_weight *w = a->weight;
   parts p = parts_of(w, thread->scratch);
-  qd_rows rows = rows_at(thread->shared, step->num_tokens, weight_blocks(w));
+  qd_rows rows = rows_at(thread->shared, total_rows(a, step), weight_blocks(w));
   long last = min_long(step->num_tokens, (index + 1) * ROWS_PER_CHUNK);
   for (long m = index * ROWS_PER_CHUNK; m < last; m++) {
     const float *x = a->x + m * w->k;
@@ -87,7 +108,9 @@ static void prepare_chunk(const qd_linear_args *a, const qd_step *step, long ind
       norm_row(a->norm, m, out, a->norm->residual ? a->norm->sum + m * a->norm->width : NULL);
       x = out;
     }
-    prepare_row(w, x, &rows, m, p.row);
+    long to = m * rows_per_token(a);
+    x = prepare_row(w, x, &rows, to, p.row);
+    if (rows_per_token(a) == 2) prepare_rest(w, x, &rows, to, p.row);
   }
 }
 
@@ -95,12 +118,14 @@ static void finish(const qd_linear_args *a, long panel, long first, long num_row
   const qd_weight *w = a->weight;
   long n = LANES * panel, columns = min_long(LANES, w->n - n);
   v16 bias = w->bias ? v_load_n(w->bias + n, columns) : v_zero(), scale = v_set1(a->scale);
-  for (long r = 0; r < num_rows; r++) {
+  long step = rows_per_token(a);
+  for (long r = 0; r < num_rows; r += step) {
     v16 y = v_load(results + LANES * r);
+    if (step == 2) y = v_add(y, v_load(results + LANES * (r + 1)));
     if (w->bias) y = v_add(y, bias);
     if (a->scale != 1.0f) y = v_mul(y, scale);
     if (a->softcap > 0.0f) y = v_mul(v_tanh(v_div(y, v_set1(a->softcap))), v_set1(a->softcap));
-    v_store_n(a->out + (first + r) * w->n + n, y, columns);
+    v_store_n(a->out + (first + r) / step * w->n + n, y, columns);
   }
 }
 
@@ -131,11 +156,11 @@ static void multiply_chunk(const qd_linear_args *a, const qd_step *step, long in
   long panels = divided_panels(a), per_chunk = panels_per_chunk(a, thread->num_threads);
   long panel_chunks = ceil_div(panels, per_chunk), first = index / panel_chunks * MATMUL_ROWS;
   long panel = index % panel_chunks * per_chunk, last = min_long(panels, panel + per_chunk);
-  long num_rows = min_long(MATMUL_ROWS, step->num_tokens - first);
+  long all_rows = total_rows(a, step), num_rows = min_long(MATMUL_ROWS, all_rows - first);
   parts p = parts_of(a->weight, thread->scratch);
   qd_rows rows = p.own;
-  if (step->num_tokens > 1) rows = rows_at(thread->shared, step->num_tokens, weight_blocks(a->weight));
-  if (a->norm && step->num_tokens == 1 && index == 0) keep_norm(a->norm, &p);
+  if (all_rows > 1) rows = rows_at(thread->shared, all_rows, weight_blocks(a->weight));
+  if (a->norm && all_rows == 1 && index == 0) keep_norm(a->norm, &p);
   multiply(a, &rows, first, num_rows, panel, last, &p);
   if (!a->glu) return;
   multiply(a, &rows, first, num_rows, panels + panel, panels + last, &p);
@@ -144,8 +169,8 @@ static void multiply_chunk(const qd_linear_args *a, const qd_step *step, long in
 
 static long num_chunks(const void *args, const qd_step *step, int phase, int num_threads) {
   const qd_linear_args *a = args;
-  if (phase == 0) return step->num_tokens == 1 ? 0 : ceil_div(step->num_tokens, ROWS_PER_CHUNK);
-  return ceil_div(divided_panels(a), panels_per_chunk(a, num_threads)) * ceil_div(step->num_tokens, MATMUL_ROWS);
+  if (phase == 0) return total_rows(a, step) == 1 ? 0 : ceil_div(step->num_tokens, ROWS_PER_CHUNK);
+  return ceil_div(divided_panels(a), panels_per_chunk(a, num_threads)) * ceil_div(total_rows(a, step), MATMUL_ROWS);
 }
 
 static void chunk(const void *args, const qd_step *step, int phase, long index, qd_thread *thread) {
