@@ -13,13 +13,13 @@ Formats without scales leave those parts out.
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
+from quantd.kernels.huge_pages import map_pages
 from quantd.kernels.ops import KVLayer
 
 ALIGNMENT = 64
@@ -96,9 +96,7 @@ class KVPool:
         Raises OSError where the system refuses even the reservation.
         """
         size = block_bytes(format, shape)
-        pages = mmap.mmap(-1, num_blocks * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        data = torch.frombuffer(pages, dtype=torch.uint8).view(num_blocks, size)
-        return cls(format, shape, data)
+        return cls(format, shape, map_pages(num_blocks * size).view(num_blocks, size))
 
     @property
     def num_blocks(self) -> int:

@@ -8,6 +8,8 @@ from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_vo
 from enum import IntEnum
 from pathlib import Path
 
+from quantd.kernels.huge_pages import Arena
+
 
 class Kind(IntEnum):
     """enum qd_kind."""
@@ -168,13 +170,17 @@ class Op(Structure):
 
 
 class Library:
-    """The loaded library with threads of its own. Not for several callers at a time."""
+    """The loaded library with threads of its own. Not for several callers at a time.
+
+    arena: memory for packed weights.
+    """
 
     def __init__(self, path: Path, threads: int) -> None:
         """Raises OSError where the file does not load or threads cannot be had."""
         self._functions = ctypes.CDLL(str(path))
         self._declare()
         self.path_name = str(self._functions.qd_path_name(), "ascii")
+        self.arena = Arena()
         self._pool = self._functions.qd_pool_create(threads)
         if not self._pool:
             raise OSError(f"no {threads} threads")

@@ -91,7 +91,9 @@ def _assemble(
     n, k = source.shape
     bits_stored = bits & ~1 if bits > 16 else bits
     blocks = -(-n // _PANEL) * -(-k // _BLOCK)
-    codes = torch.empty(blocks * _PANEL * _BLOCK * bits_stored // 8, dtype=torch.uint8)
+    codes = lib.arena.take(blocks * _PANEL * _BLOCK * bits_stored // 8)
+    if headers is not None:
+        headers = lib.arena.take(len(headers)).copy_(headers)
     bias = None if bias is None else bias.float().contiguous()
     struct = library.Weight(n=n, k=k, group=group, bits=bits, header=header, inputs=inputs)
     struct.codes, struct.headers, struct.bias, struct.perm = map(_pointer, (codes, headers, bias, perm))

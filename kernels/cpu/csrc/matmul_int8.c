@@ -1,4 +1,4 @@
-/* Codes times INT8 rows. A single row multiplies codes as they are unpacked; more rows share a tile that is unpacked
+/* Codes times INT8 rows. One or two rows multiply codes as they are unpacked; more rows share a tile that is unpacked
  * to one code a byte and fp32 scales once. */
 #include "matmul.h"
 #include "weights.h"
@@ -8,20 +8,31 @@
 #define MAX_TILE_BLOCK (WIDE_PLANES * PLANE_BYTES + 2 * 2 * LANES * 4)
 #define TILE_BLOCKS (MATMUL_SCRATCH / MAX_TILE_BLOCK)
 
+#define PREFETCH_BYTES 2048
+#define MAX_FEW 2 /* rows that multiply codes as they are unpacked */
+
 INLINE long tile_block_bytes(int planes, int parts) { return planes * PLANE_BYTES + parts * 2 * LANES * 4; }
 
-/* Sums over a block of codes as they lie in memory, for each output. */
-INLINE v16 packed_dot(int bits, const uint8_t *block, const int8_t *x) {
-  dot low = dot_zero(), high = dot_zero();
+/* Sums over a block of codes as they lie in memory, for each output and each of num_rows rows (a constant). */
+INLINE void packed_dots(int num_rows, int bits, const uint8_t *block, const int8_t *x, v16 *sums) {
+  dot low[MAX_FEW], high[MAX_FEW];
   int split = bits == 8 && WIDE_PLANES == 2;
+  UNROLL
+  for (int r = 0; r < num_rows; r++) low[r] = high[r] = dot_zero();
   UNROLL
   for (int c = 0; c < CHUNKS; c++) {
     codes q = block_chunk(bits, block, c);
-    low = dot_add(low, split ? codes_field(q, 0, 15) : q, x + 4 * c);
-    if (split) high = dot_add(high, codes_field(q, 4, 15), x + 4 * c);
+    UNROLL
+    for (int r = 0; r < num_rows; r++) {
+      low[r] = dot_add(low[r], split ? codes_field(q, 0, 15) : q, x + BLOCK * r + 4 * c);
+      if (split) high[r] = dot_add(high[r], codes_field(q, 4, 15), x + BLOCK * r + 4 * c);
+    }
   }
-  vi16 sum = dot_ints(low);
-  return vi_float(split ? vi_add(sum, vi_shift4(dot_ints(high))) : sum);
+  UNROLL
+  for (int r = 0; r < num_rows; r++) {
+    vi16 sum = dot_ints(low[r]);
+    sums[r] = vi_float(split ? vi_add(sum, vi_shift4(dot_ints(high[r]))) : sum);
+  }
 }
 
 INLINE v16 accumulate(v16 acc, scales s, v16 sum, float x_scale, float x_sum) {
@@ -29,23 +40,27 @@ INLINE v16 accumulate(v16 acc, scales s, v16 sum, float x_scale, float x_sum) {
   return v_fma(s.offset, v_set1(x_sum), acc);
 }
 
-#define PREFETCH_BYTES 2048
 
-/* Scales cover whole blocks here, and the row is alone. */
-INLINE void one_row(const qd_weight *w, int bits, int header, long panel, const qd_rows *rows, long row,
-                    float *out) {
+/* num_rows (a constant) rows from `row` on, in groups of `group`. Scales cover whole blocks here. */
+INLINE void few_rows(int num_rows, long group, const qd_weight *w, int bits, int header, long panel, const qd_rows *rows,
+                     long row, float *out) {
   long blocks = rows->blocks, per_header = w->group / BLOCK;
   const uint8_t *block = weight_block(w, bits, panel, 0), *head = weight_header(w, header, panel, 0);
-  v16 acc = v_zero();
+  v16 acc[MAX_FEW], sums[MAX_FEW];
+  UNROLL
+  for (int r = 0; r < num_rows; r++) acc[r] = v_zero();
   for (long b = 0; b < blocks; head += header_bytes(header)) {
     scales s = header_load(header, head);
     for (long end = min_long(blocks, b + per_header); b < end; b++, block += block_bytes(bits)) {
-      qd_row_block x = row_block(rows, 1, row, b);
+      qd_row_block x = row_block(rows, group, row, b);
       for (long i = 0; i < block_bytes(bits); i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i);
-      acc = accumulate(acc, s, packed_dot(bits, block, x.q), *x.scale, *x.sum);
+      packed_dots(num_rows, bits, block, x.q, sums);
+      UNROLL
+      for (int r = 0; r < num_rows; r++) acc[r] = accumulate(acc[r], s, sums[r], x.scale[r], x.sum[r]);
     }
   }
-  v_store(out, acc);
+  UNROLL
+  for (int r = 0; r < num_rows; r++) v_store(out + LANES * r, acc[r]);
 }
 
 INLINE void unpack_block(int bits, int planes, const uint8_t *block, uint8_t *tile) {
@@ -156,19 +171,22 @@ INLINE void many_rows(const qd_weight *w, int bits, tile_kernel *kernel, long pa
   }
 }
 
-INLINE void one_row_of(const qd_weight *w, int bits, long panel, const qd_rows *rows, long row, float *out) {
+INLINE void few_rows_of(int num_rows, long group, const qd_weight *w, int bits, long panel, const qd_rows *rows,
+                        long row, float *out) {
   switch (w->header) {
-    case QD_HALF: one_row(w, bits, QD_HALF, panel, rows, row, out); break;
-    case QD_HALF_ZERO: one_row(w, bits, QD_HALF_ZERO, panel, rows, row, out); break;
-    case QD_FLOAT: one_row(w, bits, QD_FLOAT, panel, rows, row, out); break;
-    default: one_row(w, bits, QD_FLOAT_ZERO, panel, rows, row, out);
+    case QD_HALF: few_rows(num_rows, group, w, bits, QD_HALF, panel, rows, row, out); break;
+    case QD_HALF_ZERO: few_rows(num_rows, group, w, bits, QD_HALF_ZERO, panel, rows, row, out); break;
+    case QD_FLOAT: few_rows(num_rows, group, w, bits, QD_FLOAT, panel, rows, row, out); break;
+    default: few_rows(num_rows, group, w, bits, QD_FLOAT_ZERO, panel, rows, row, out);
   }
 }
 
 INLINE void matmul_bits(const qd_weight *w, int bits, tile_kernel *kernel, long panel, const qd_rows *rows, long first,
                         long num_rows, float *out, uint8_t *scratch) {
   if (rows->tile == 1 && weight_parts(w) == 1)
-    one_row_of(w, bits, panel, rows, first, out);
+    few_rows_of(1, 1, w, bits, panel, rows, first, out);
+  else if (num_rows == 2 && weight_parts(w) == 1)
+    few_rows_of(2, TILE_ROWS, w, bits, panel, rows, first, out);
   else
     many_rows(w, bits, kernel, panel, rows, first, num_rows, out, scratch);
 }

@@ -9,18 +9,20 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from quantd.daemon.bench.loads import Load
 from quantd.daemon.bench.results import Result
 from quantd.daemon.bench.session import run_loads
+from quantd.daemon.errors import DaemonError
 from quantd.engine.messages import ModelInfo
 
 _SLOTS = 16
 _SLOT_LEN = 1024
 _START_SECONDS = 60
+_TRIES = 8
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,16 @@ class LlamaServer:
     port: int
 
     def run(self, load: Load, info: ModelInfo) -> Result:
-        """One pass. info: of the same model in quantd, for the size of the vocabulary."""
+        """One pass. info: of the same model in quantd, for the size of the vocabulary.
+
+        It now and then hangs up on a connection that is used again; such a pass is repeated.
+        """
+        for _ in range(_TRIES - 1):
+            with suppress(DaemonError):
+                return self._run(load, info)
+        return self._run(load, info)
+
+    def _run(self, load: Load, info: ModelInfo) -> Result:
         address = ("127.0.0.1", self.port)
         (result,) = asyncio.run(run_loads(address, "default", info, [load], 1, lambda load: None))
         return result
