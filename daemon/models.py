@@ -287,6 +287,16 @@ class Models:
         """A failed load leaves no entry, so the next request tries again."""
         if load.cancelled() or load.exception() is not None:
             self._remove(entry)
+            return
+        info = load.result().engine.info
+        _log.info(
+            "%s is loaded: %s on %s kernels, %s KV cache of %d tokens",
+            entry.name,
+            info.architecture,
+            info.backend,
+            info.kv_dtype,
+            info.kv_tokens,
+        )
 
     def _note_died(self, entry: ModelEntry, reason: str) -> None:
         """An engine that ends by itself leaves no entry either."""

@@ -138,7 +138,6 @@ async def _preload(models: Models, name: str) -> None:
     try:
         entry = await models.open(name)
         await entry.loaded()
-        _log.info("%s is loaded", name)
     except QuantdError as error:
         _log.error("%s cannot be loaded: %s", name, error)
 

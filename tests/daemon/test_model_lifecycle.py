@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -46,6 +47,18 @@ async def test_concurrent_requests_share_one_load(tmp_path: Path) -> None:
         assert len(engines.started) == 1
         assert {model.engine for model in loaded} == {engines.started[0]}
         assert loaded[0].num_requests == 5
+
+
+@in_loop
+async def test_a_load_tells_the_log_how_many_tokens_fit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        async with models_of(tmp_path, "a") as (models, engines):
+            await models.acquire("a")
+            info = engines.started[0].info
+    assert f"a is loaded: llama on {info.backend} kernels" in caplog.text
+    assert f"KV cache of {info.kv_tokens} tokens" in caplog.text
 
 
 @in_loop
