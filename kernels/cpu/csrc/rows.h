@@ -2,9 +2,7 @@
 #ifndef QD_ROWS_H
 #define QD_ROWS_H
 
-#include "simd.h"
-
-#define BLOCK 32
+#include "weights.h"
 
 #define ROW_BLOCK_BYTES (BLOCK + 4 * 4)
 
@@ -104,6 +102,5 @@ INLINE void rows_quantize_whole(const qd_rows *rows, long m, const float *x) {
     block_store(row_block(rows, rows->tile, m, b), whole_code(first, scale), whole_code(second, scale), s);
   }
 }
-
 
 #endif
