@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import tempfile
@@ -11,6 +12,22 @@ import pytest
 from homes import TEST_HOME, share_kernels
 
 from quantd.daemon.store import Store
+
+
+def _has_gpu() -> bool:
+    """Torch, slow to import, is asked only where there is a driver at all."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# Triton looks at it when a kernel is defined, so it is set before any test module imports one.
+if not _has_gpu():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 FIXTURES = Path(__file__).parent / "data" / "fixtures"
 
