@@ -16,8 +16,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path: a model folder (see quantd.quant.checkpoint). kv_memory: bytes of the block pool, or
     None for what is free. max_model_len: tokens of one request, or None for the model's own limit.
-    max_num_tokens: the token budget of a step. threads: 0 for one a physical core. kernel_cache: folder of
-    the kernels compiled on this machine, or None for the user's cache folder.
+    max_num_tokens: the token budget of a step. threads: of each rank, 0 for one a physical core over all
+    ranks. kernel_cache: folder of the kernels compiled on this machine, or None for the user's cache folder.
+    tp: ranks that share each matrix. split: how layers are spread over stages of tp ranks (see
+    quantd.engine.split), "" for one stage.
     """
 
     model_path: str
@@ -32,3 +34,5 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     threads: int = 0
     kernel_cache: str | None = None
+    tp: int = 1
+    split: str = ""
