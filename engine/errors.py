@@ -30,3 +30,7 @@ class EngineDiedError(QuantdError):
 
 class NumericsError(QuantdError):
     """A forward pass gave NaN or Inf; the message names the layer."""
+
+
+class RankError(QuantdError):
+    """The ranks of a model are lost to each other; the engine cannot go on."""
