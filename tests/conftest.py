@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     share_kernels(Path(home))
     share_kernels(TEST_HOME)
     os.environ["XDG_CACHE_HOME"] = str(TEST_HOME / "cache")
+    os.environ["TRITON_CACHE_DIR"] = str(TEST_HOME / "cache" / "triton")
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -10,3 +14,22 @@ import torch
 def gpu_device() -> str:
     """Where the Triton kernels run: a GPU where there is one, else the interpreter on CPU tensors."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def quiet_infinities() -> Iterator[None]:
+    """The interpreter computes with numpy, which warns of an Inf or NaN where a GPU goes on."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.empty gives NaN, or 99, so that what a kernel forgets to write shows."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        out = empty(*args, **kwargs)
+        return out.fill_(torch.nan if out.is_floating_point() else 99)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
