@@ -9,15 +9,12 @@ from typing import TypeVar
 
 import msgspec
 
-from quantd.engine.config import EngineConfig
-from quantd.engine.messages import FromEngine, ToEngine
-
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
 
 
-def encode_frame(message: EngineConfig | ToEngine | FromEngine) -> bytes:
+def encode_frame(message: msgspec.Struct) -> bytes:
     """A message as one frame."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -30,13 +27,13 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes:
 
 
 class Connection:
-    """The engine's end, which blocks. One thread may send while another receives."""
+    """An engine's or a rank's end, which blocks. One thread may send while another receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._file = sock.makefile("rb")
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, message: msgspec.Struct) -> None:
         self._socket.sendall(encode_frame(message))
 
     def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:

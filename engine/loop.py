@@ -21,13 +21,17 @@ import msgspec
 
 from quantd.engine.config import EngineConfig
 from quantd.engine.connection import Connection
+from quantd.engine.errors import RankError
 from quantd.engine.messages import Abort, Add, Events, Failed, FromEngine, GetStats, Loading, ToEngine
 from quantd.engine.plan import Plan, Runner
+from quantd.engine.ranks import Fail
 from quantd.engine.request import TokenEvent
 from quantd.engine.scheduler import Scheduler
 from quantd.kernels.errors import QuantdError
 
-BuildRunner: TypeAlias = Callable[[EngineConfig, Callable[[int, int], None]], Runner]
+Progress: TypeAlias = Callable[[int, int], None]
+BuildRunner: TypeAlias = Callable[[EngineConfig, Progress, Fail], Runner]
+"""Progress is told bytes loaded and in all; Fail, from any thread, why the engine can do no more."""
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -51,7 +55,7 @@ class EngineLoop:
         self._failed_before = False
 
     def step(self) -> None:
-        """One pass. Raises what the runner raised, if it did so twice in a row."""
+        """One pass. Raises what the runner raised: a RankError, or anything twice in a row."""
         events = [event for message in self._receive() for event in self._handle(message)]
         if self.scheduler.has_work:
             plan = self.scheduler.schedule()
@@ -91,8 +95,8 @@ class EngineLoop:
     def _fail(self, plan: Plan, error: Exception) -> list[TokenEvent]:
         """End the requests of a failed step. One failure may be theirs; a second one is the runner's."""
         logger.error("a step failed", exc_info=error)
-        events = self.scheduler.fail(plan, f"the step failed: {_describe(error)}")
-        if self._failed_before:
+        events = self.scheduler.fail(plan, f"the step failed: {describe(error)}")
+        if self._failed_before or isinstance(error, RankError):
             self._send(Events(events))
             raise error
         self._failed_before = True
@@ -101,17 +105,27 @@ class EngineLoop:
 
 def serve(fd: int, build_runner: BuildRunner) -> None:
     """Be an engine process on a socket's descriptor, until the other side is gone or a fault ends it."""
-    _die_with_parent()
+    die_with_parent()
     # Ctrl-C reaches the whole terminal; what it means is the daemon's to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=fd))
     inbox: SimpleQueue[ToEngine] = SimpleQueue()
+    sending = threading.Lock()
+
+    def send(message: FromEngine) -> None:
+        with sending:
+            connection.send(message)
+
+    def fail(failed: Failed) -> None:
+        send(failed)
+        os._exit(1)
+
     try:
         config = connection.receive(msgspec.msgpack.Decoder(EngineConfig))
         threading.Thread(target=_read, args=(connection, inbox), name="inbox", daemon=True).start()
-        runner = build_runner(config, lambda done, total: connection.send(Loading(done, total)))
-        connection.send(runner.info)
-        loop = EngineLoop(Scheduler(config, runner.info), runner, inbox, connection.send)
+        runner = build_runner(config, lambda done, total: send(Loading(done, total)), fail)
+        send(runner.info)
+        loop = EngineLoop(Scheduler(config, runner.info), runner, inbox, send)
         while True:
             loop.step()
     except (EOFError, ConnectionError):
@@ -119,7 +133,7 @@ def serve(fd: int, build_runner: BuildRunner) -> None:
     except Exception as error:
         if not isinstance(error, QuantdError):
             logger.exception("the engine process ends")
-        connection.send(Failed(kind=_kind(error), message=_describe(error)))
+        send(Failed(kind=kind_of(error), message=describe(error)))
         sys.exit(1)
 
 
@@ -136,26 +150,27 @@ def _read(connection: Connection, inbox: SimpleQueue[ToEngine]) -> None:
         os._exit(1)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """A second belt beside the socket's end: the kernel kills this process with the thread that made it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _kind(error: Exception) -> str:
+def kind_of(error: Exception) -> str:
     """The error's class; torch has none for memory of the CPU that it could not get."""
     return "MemoryError" if "can't allocate memory" in str(error) else type(error).__name__
 
 
-def _describe(error: Exception) -> str:
+def describe(error: Exception) -> str:
+    """An error in a line: our own speak for themselves."""
     return str(error) if isinstance(error, QuantdError) else f"{type(error).__name__}: {error}"
 
 
-def _build_runner(config: EngineConfig, progress: Callable[[int, int], None]) -> Runner:
+def _build_runner(config: EngineConfig, progress: Progress, fail: Fail) -> Runner:
     # Torch takes seconds to import; by now the parent is watched and told of what goes wrong.
     from quantd.engine.runner import build_runner
 
-    return build_runner(config, progress)
+    return build_runner(config, progress, fail)
 
 
 if __name__ == "__main__":

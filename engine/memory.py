@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError
+from quantd.engine.rank_messages import RankLoaded
 
 _MIN_RESERVE = 1 << 30
 _SHARE = 4  # A desktop has other uses for its memory than old prefixes: one part in so many of what is free.
@@ -32,6 +35,21 @@ def plan_blocks(config: EngineConfig, max_model_len: int, block_bytes: int, avai
         )
     share = max(available // _SHARE, min(needed * block_bytes, limit))
     return min(share // block_bytes, needed * config.max_num_requests)
+
+
+def plan_rank_blocks(config: EngineConfig, max_model_len: int, ranks: Sequence[RankLoaded]) -> int:
+    """Blocks of the pool of which each rank holds a part; kv_memory is that of all ranks together.
+
+    Else as many as every device has room for; the ranks on one device share what it has left. Raises
+    CapacityError.
+    """
+    if config.kv_memory is not None:
+        return plan_blocks(config, max_model_len, sum(rank.block_bytes for rank in ranks), 0)
+    devices = {rank.device: [r for r in ranks if r.device == rank.device] for rank in ranks}
+    return min(
+        plan_blocks(config, max_model_len, sum(r.block_bytes for r in there), min(r.available for r in there))
+        for there in devices.values()
+    )
 
 
 def _explicit_blocks(kv_memory: int, block_bytes: int) -> int:

@@ -32,7 +32,7 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """Engine -> daemon, once: the model is loaded. Sizes in bytes, lengths in tokens."""
+    """Engine -> daemon, once: the model is loaded. Sizes in bytes over all ranks, lengths in tokens."""
 
     architecture: str
     backend: str
@@ -45,6 +45,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     block_size: int
     num_blocks: int
     load_seconds: float
+    num_ranks: int = 1
 
     @property
     def kv_tokens(self) -> int:

@@ -175,6 +175,7 @@ class Place:
     """
 
     part: Part
+    num_stages: int = 1
     group: Group = ALONE
     before: Link | None = None
     behind: Link | None = None
@@ -207,7 +208,8 @@ def connect(
             links[i] = Link(meet.group(f"link {i} {place}", end, 2), width, device)
     if isinstance(group, TorchGroup):
         check_sums(group, group.rank, device)
-    return Place(Part.of(world, rank), group, links.get((stage - 1) % num_stages), links.get(stage))
+    before, behind = links.get((stage - 1) % num_stages), links.get(stage)
+    return Place(Part.of(world, rank), num_stages, group, before, behind)
 
 
 def check_sums(group: Group, rank: int, device: torch.device) -> None:

@@ -6,50 +6,47 @@ Keeps weights and the block pool's memory; everything about requests comes with 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from quantd.engine.batch import build_batch, prompt_logprob_positions
+from quantd.engine.batch import Batch, build_batch, prompt_logprob_positions
 from quantd.engine.config import EngineConfig
-from quantd.engine.errors import CapacityError, NumericsError
+from quantd.engine.devices import plan_ranks
+from quantd.engine.errors import NumericsError
 from quantd.engine.logprobs import Row, token_logprob
-from quantd.engine.machine import available_memory
-from quantd.engine.memory import plan_blocks
+from quantd.engine.memory import plan_rank_blocks
 from quantd.engine.messages import ModelInfo
+from quantd.engine.model_part import ModelPart, load_part, prompt_chunks
 from quantd.engine.models.architectures import decoder_spec
-from quantd.engine.models.decoder import Decoder
 from quantd.engine.models.spec import DecoderSpec
-from quantd.engine.plan import EntryOutput, Plan, PlanEntry, RequestState, StepOutput
-from quantd.engine.request import Request, SamplingParams, TokenLogprob
+from quantd.engine.plan import EntryOutput, Plan, PlanEntry, StepOutput
+from quantd.engine.rank_messages import Allocate, RankLoaded, RankReady, StartRank
+from quantd.engine.ranks import Fail, Ranks
+from quantd.engine.request import TokenLogprob
 from quantd.engine.sampler import Sample, Sampler, check_finite
-from quantd.engine.weights import DecoderWeights, Progress, load_weights
-from quantd.kernels.machine import physical_cores
-from quantd.kernels.select import select_ops
-from quantd.quant.checkpoint import open_checkpoint
-from quantd.quant.kv import FORMATS, KVPool, KVShape, block_bytes
-
-_PROMPT_ROWS = 64  # logits of so many prompt positions are in memory at a time
+from quantd.engine.split import World
+from quantd.engine.step_frame import step_of
+from quantd.engine.weights import Progress
+from quantd.quant.checkpoint import Checkpoint, open_checkpoint
 
 
 class ModelRunner:
     """The Runner of a decoder (see quantd.engine.plan)."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool, sampler: Sampler, info: ModelInfo) -> None:
+    def __init__(self, part: ModelPart, sampler: Sampler, info: ModelInfo) -> None:
         self.info = info
-        self._decoder = decoder
-        self._forward = decoder.ops.compile(decoder.forward)
-        self._kv = pool.layers()
+        self._part = part
         self._sampler = sampler
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> StepOutput:
         """Compute a step's tokens; draw the next one of each entry that samples."""
         batch = build_batch(plan, self.info.block_size)
-        hidden = self._forward(batch.token_ids, batch.attention, self._kv)
+        hidden = self._hidden(batch)
         prompts = self._prompt_logits(hidden, batch.prompt_rows)
         # index_select copies rows; indexing wakes torch's threads, which takes longer.
         samples = iter(self._samples(plan, hidden.index_select(0, batch.sample_rows)))
@@ -57,16 +54,19 @@ class ModelRunner:
             tuple(_output(entry, prompts, next(samples) if entry.samples else None) for entry in plan.entries)
         )
 
+    def _hidden(self, batch: Batch) -> Tensor:
+        """Hidden states of the batch's tokens, [M, H]."""
+        return self._part.forward(batch)
+
     def _samples(self, plan: Plan, hidden: Tensor) -> list[Sample]:
         """hidden: [S, H], a row for each entry that samples."""
         requests = [entry.request for entry in plan.entries if entry.samples]
-        return self._sampler.sample(self._decoder.logits(hidden), requests) if requests else []
+        return self._sampler.sample(self._part.decoder.logits(hidden), requests) if requests else []
 
     def _prompt_logits(self, hidden: Tensor, rows: Tensor) -> Iterator[Row]:
         """The logits of `rows` of hidden [M, H], computed as they are asked for, a few rows at a time."""
-        for start in range(0, len(rows), _PROMPT_ROWS):
-            some = hidden.index_select(0, rows[start : start + _PROMPT_ROWS])
-            yield from self._decoder.logits(some).numpy()
+        for some in prompt_chunks(rows):
+            yield from self._part.decoder.logits(hidden.index_select(0, some)).numpy()
 
 
 def _output(entry: PlanEntry, prompt_logits: Iterator[Row], sample: Sample | None) -> EntryOutput:
@@ -97,68 +97,84 @@ def _prompt_logprob(row: Row, token_id: int, num_top: int) -> TokenLogprob | str
     return token_logprob(row, token_id, num_top)
 
 
-def build_runner(config: EngineConfig, progress: Progress) -> ModelRunner:
-    """Load the model of `config` and make its block pool; progress: see load_weights.
+def build_runner(config: EngineConfig, progress: Progress, fail: Fail = lambda failed: None) -> ModelRunner:
+    """Load the model of `config`, on as many ranks as it asks for, and make its block pool.
 
-    Sets this process's number of torch threads. Raises CheckpointError, UnsupportedModelError,
-    CapacityError or NumericsError.
+    progress: see load_weights; fail: see Ranks. Sets this process's number of torch threads. Raises
+    CheckpointError, UnsupportedModelError, RequestError, CapacityError, NumericsError or RankError.
     """
     begun = time.monotonic()
-    threads = config.threads or physical_cores()
-    torch.set_num_threads(threads)
     checkpoint = open_checkpoint(Path(config.model_path))
     spec = decoder_spec(checkpoint.config, config.max_model_len)
-    kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
-    ops = select_ops(config.backend, config.activations, threads, kernel_cache)
-    decoder = Decoder(spec, load_weights(spec, checkpoint, ops, progress), ops)
-    pool = _allocate_pool(config, spec)
-    _check_numerics(decoder, pool)
-    return ModelRunner(decoder, pool, Sampler(), _describe(config, decoder, pool, time.monotonic() - begun))
+    world = plan_ranks(config, spec, checkpoint.weight_bytes)
+    if world.size > 1:
+        return _build_leader(config, world, spec, checkpoint, progress, fail)
+    loaded = load_part(StartRank(config, world, 0, store=""), spec, checkpoint, progress)
+    memory = [loaded.memory]
+    num_blocks = plan_rank_blocks(config, spec.max_model_len, memory)
+    part = loaded.allocate(num_blocks)
+    return ModelRunner(part, Sampler(), _describe(config, part, memory, num_blocks, begun))
 
 
-def _allocate_pool(config: EngineConfig, spec: DecoderSpec) -> KVPool:
-    format = FORMATS[config.kv_dtype]
-    shape = KVShape(len(spec.layers), spec.heads.num_kv_heads, spec.heads.head_dim, config.block_size)
-    size = block_bytes(format, shape)
-    num_blocks = plan_blocks(config, spec.max_model_len, size, available_memory())
+class LeadingRunner(ModelRunner):
+    """A runner on rank 0 of several, which compute every step together."""
+
+    def __init__(self, part: ModelPart, sampler: Sampler, info: ModelInfo, ranks: Ranks) -> None:
+        super().__init__(part, sampler, info)
+        self.ranks = ranks
+
+    def run(self, plan: Plan) -> StepOutput:
+        """See ModelRunner. Raises RankError for every failure: the other ranks are out of step then."""
+        try:
+            return super().run(plan)
+        except Exception as error:
+            raise self.ranks.explain(error) from error
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        self.ranks.send(step_of(batch))
+        return super()._hidden(batch)
+
+
+def _build_leader(
+    config: EngineConfig,
+    world: World,
+    spec: DecoderSpec,
+    checkpoint: Checkpoint,
+    progress: Progress,
+    fail: Fail,
+) -> LeadingRunner:
+    begun = time.monotonic()
+    ranks = Ranks(config, world, fail)
     try:
-        return KVPool.allocate(format, shape, num_blocks)
-    except OSError as error:
-        raise CapacityError(
-            f"no {num_blocks * size} bytes for the KV cache: {error}; lower kv_memory"
-        ) from error
+        loaded = load_part(StartRank(config, world, 0, ranks.store), spec, checkpoint, progress)
+        memory = [loaded.memory, *ranks.collect(RankLoaded)]
+        num_blocks = plan_rank_blocks(config, spec.max_model_len, memory)
+        ranks.send(Allocate(num_blocks))
+        part = loaded.allocate(num_blocks)
+        ranks.collect(RankReady)
+    except BaseException:
+        ranks.close()
+        raise
+    return LeadingRunner(part, Sampler(), _describe(config, part, memory, num_blocks, begun), ranks)
 
 
-@torch.inference_mode()
-def _check_numerics(decoder: Decoder, pool: KVPool) -> None:
-    """Run one forward over the pool's first block; raise NumericsError naming what gives NaN or Inf."""
-    length = min(pool.shape.block_size, decoder.spec.max_model_len)
-    prompt = [i % decoder.spec.vocab_size for i in range(length)]
-    state = RequestState(Request(id="", prompt=prompt, sampling=SamplingParams()))
-    batch = build_batch(Plan((PlanEntry(state, 0, length, True, (0,)),)), pool.shape.block_size)
-    decoder.check_finite(batch.token_ids, batch.attention, pool.layers())
-
-
-def _describe(config: EngineConfig, decoder: Decoder, pool: KVPool, load_seconds: float) -> ModelInfo:
+def _describe(
+    config: EngineConfig, part: ModelPart, ranks: Sequence[RankLoaded], num_blocks: int, begun: float
+) -> ModelInfo:
+    """begun: when the load did, on the monotonic clock."""
+    spec = part.decoder.spec
+    block_bytes = sum(rank.block_bytes for rank in ranks)
     return ModelInfo(
-        architecture=decoder.spec.model_type,
-        backend=decoder.ops.name,
-        vocab_size=decoder.spec.vocab_size,
-        max_model_len=decoder.spec.max_model_len,
-        weight_bytes=_weight_bytes(decoder.weights),
+        architecture=spec.model_type,
+        backend=part.decoder.ops.name,
+        vocab_size=spec.vocab_size,
+        max_model_len=spec.max_model_len,
+        weight_bytes=sum(rank.weight_bytes for rank in ranks),
         kv_dtype=config.kv_dtype,
-        kv_bytes=pool.nbytes,
-        kv_bytes_per_token=block_bytes(pool.format, pool.shape) // config.block_size,
+        kv_bytes=num_blocks * block_bytes,
+        kv_bytes_per_token=block_bytes // config.block_size,
         block_size=config.block_size,
-        num_blocks=pool.num_blocks,
-        load_seconds=load_seconds,
+        num_blocks=num_blocks,
+        load_seconds=time.monotonic() - begun,
+        num_ranks=len(ranks),
     )
-
-
-def _weight_bytes(weights: DecoderWeights) -> int:
-    """Bytes of all packed weights; a tied output matrix counts once."""
-    linears = [
-        linear for layer in weights.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
-    ]
-    pieces = [weights.embedding, weights.head, *(piece for linear in linears for piece in linear)]
-    return sum({id(piece): piece.nbytes for piece in pieces}.values())

@@ -78,6 +78,56 @@ class HeadShare:
         return (first + torch.arange(heads.head_dim)).flatten()
 
 
+class Shares:
+    """How the matrices of one decoder are dealt out, as one rank takes them; whole where it is the only one.
+
+    Rows are int64, None for all.
+    """
+
+    def __init__(self, heads: HeadShape, part: Part) -> None:
+        self._heads = heads
+        self._head_shares = head_shares(heads, part.size)
+        self._rank = part.rank
+        self._size = part.size
+
+    def vocabulary(self, num_words: int) -> Tensor | None:
+        """Rows of the embedding and of the output matrix."""
+        return None if self._size == 1 else _indices(output_shares(num_words, self._size)[self._rank])
+
+    def qkv(self) -> Tensor | None:
+        """Rows of the joined queries, keys and values."""
+        return None if self._size == 1 else self._head_shares[self._rank].qkv_rows(self._heads)
+
+    def o(self, piece: Piece) -> tuple[Piece, Gather | None]:
+        """The projection behind attention. Its inputs are those of the heads, or gathered."""
+        if self._size == 1:
+            return piece, None
+        columns = [share.columns(self._heads.head_dim) for share in self._head_shares]
+        if can_cut_inputs(piece.weight, columns):
+            return cut_inputs(piece, columns[self._rank], keep_bias=self._rank == 0), None
+        return self._gathering(piece, columns)
+
+    def down(self, piece: Piece) -> tuple[Piece, Gather | None, Tensor | None]:
+        """The projection behind the activation, and the rows of the joined gate and up that feed it."""
+        if self._size == 1:
+            return piece, None, None
+        num_inputs = piece.weight.shape[1]
+        columns, gather = input_shares(piece.weight, self._size), None
+        if columns is not None:
+            inner = columns_of(piece.weight, columns[self._rank])
+            piece = cut_inputs(piece, columns[self._rank], keep_bias=self._rank == 0)
+        else:
+            columns = output_shares(num_inputs, self._size)
+            inner = _indices(columns[self._rank])
+            piece, gather = self._gathering(piece, columns)
+        return piece, gather, torch.cat([inner, num_inputs + inner])
+
+    def _gathering(self, piece: Piece, inputs: Sequence[range]) -> tuple[Piece, Gather]:
+        outputs = output_shares(piece.weight.shape[0], self._size)
+        gather = Gather(tuple(map(len, inputs)), tuple(map(len, outputs)))
+        return cut_outputs(piece, _indices(outputs[self._rank])), gather
+
+
 def head_shares(heads: HeadShape, size: int) -> list[HeadShare]:
     """Each rank's heads, in order. Key/value heads are dealt out whole, or repeated where ranks are more.
 
@@ -127,12 +177,14 @@ def can_cut_inputs(weight: Weight, shares: Sequence[range]) -> bool:
 def columns_of(weight: Weight, columns: range) -> Tensor:
     """Which inputs some columns multiply, int64: with act-order, columns are sorted by group."""
     perm = weight.perm if isinstance(weight, QuantizedWeight) else None
-    return torch.arange(columns.start, columns.stop) if perm is None else perm[columns.start : columns.stop]
+    return _indices(columns) if perm is None else perm[columns.start : columns.stop]
 
 
-def cut_outputs(piece: Piece, rows: Tensor) -> Piece:
-    """The outputs `rows`, int64, in that order."""
+def cut_outputs(piece: Piece, rows: Tensor | None) -> Piece:
+    """The outputs `rows`, int64, in that order; None for all of them."""
     weight, bias = piece.weight, piece.bias
+    if rows is None:
+        return piece
     cut: Weight
     if isinstance(weight, DenseWeight):
         cut = DenseWeight(weight.values[rows])
@@ -164,6 +216,10 @@ def cut_inputs(piece: Piece, columns: range, keep_bias: bool) -> Piece:
             perm=None,
         )
     return Piece(cut, piece.bias if keep_bias else None)
+
+
+def _indices(run: range) -> Tensor:
+    return torch.arange(run.start, run.stop)
 
 
 def _group_size(weight: Weight) -> int | None:

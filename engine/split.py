@@ -70,6 +70,17 @@ def plan_world(tp: int, split: str, num_layers: int, free: Sequence[float], ends
     return World(tp, tuple(pairwise(edges)))
 
 
+def stage_memory(free: Sequence[int], tp: int) -> list[int]:
+    """What the stages of an automatic split can hold: each rank has a device, so the least of tp counts."""
+    return [min(free[i : i + tp]) for i in range(0, len(free) - tp + 1, tp)] or [1]
+
+
+def ends_in_layers(num_values: int, weight_bytes: int, num_layers: int) -> float:
+    """The size, in layers, of embedding and output matrix of so many values, 2 bytes each as is usual."""
+    ends = min(2 * num_values, weight_bytes - 1)
+    return ends * num_layers / (weight_bytes - ends)
+
+
 def _layer_counts(num_layers: int, shares: Sequence[float], first_extra: float) -> list[int]:
     """Layers of each stage: one after another goes where it fills the smallest part of the share."""
     if len(shares) > num_layers:

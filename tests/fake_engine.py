@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 
 from fakes import FakeRunner, make_info
 
 from quantd.engine.config import EngineConfig
-from quantd.engine.loop import serve
+from quantd.engine.loop import Progress, serve
+from quantd.engine.ranks import Fail
 from quantd.quant.errors import CheckpointError
 
 
-def build_runner(config: EngineConfig, progress: Callable[[int, int], None]) -> FakeRunner:
+def build_runner(config: EngineConfig, progress: Progress, fail: Fail) -> FakeRunner:
     for done in (1, 2, 3):
         progress(done, 3)
     match config.model_path:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantd.engine.errors import RequestError
-from quantd.engine.split import World, even, parse_split, plan_world
+from quantd.engine.split import World, ends_in_layers, even, parse_split, plan_world, stage_memory
 
 
 def stages(split: str, num_layers: int, free: tuple[float, ...] = (1, 1), ends: float = 0) -> list[int]:
@@ -36,6 +36,19 @@ def test_auto_fills_unequal_memories_alike_and_counts_the_first_stages_matrices(
     assert stages("auto", 32, free=(24e9, 8e9)) == [24, 8]
     assert stages("auto", 32, free=(8e9, 24e9), ends=4) == [5, 27]
     assert stages("auto", 4, free=(1e9, 1e9), ends=90) == [1, 3]
+
+
+def test_a_stage_has_room_for_what_the_smallest_of_its_devices_has() -> None:
+    assert stage_memory([24, 16, 8, 12], 2) == [16, 8]
+    assert stage_memory([24, 16, 8], 2) == [16]
+    assert stage_memory([24, 8], 1) == [24, 8]
+    assert len(stage_memory([24], 2)) == 1
+
+
+def test_the_matrices_of_the_first_stage_count_as_layers() -> None:
+    """A 4-bit model of 8 billion: 32 layers of 0.11 GB, and two matrices of half a billion values in fp16."""
+    assert 18 < ends_in_layers(2 * 128256 * 4096, 5_600_000_000, 32) < 19.5
+    assert ends_in_layers(100, 50, 4) > 0
 
 
 @pytest.mark.parametrize("split", ["auto,1", "1,", "0,1", "-1,2", "nan", "inf,1", "a", ",", "1;2"])

@@ -1,0 +1,196 @@
+"""One rank's part of a loaded model: its layers, its blocks of the KV pool, and a step's way through them.
+
+With several stages a step goes through as micro-batches, so that stages work at the same time: while one
+computes a micro-batch, the one before it computes the next. Rows keep their order, so every row finds
+what the rows before it wrote, and its bits are those it has in any other company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from quantd.engine.batch import Batch, build_batch
+from quantd.engine.config import EngineConfig
+from quantd.engine.devices import rank_device, rank_memory, rank_threads
+from quantd.engine.errors import CapacityError
+from quantd.engine.models.decoder import Decoder, last_finite
+from quantd.engine.models.spec import DecoderSpec
+from quantd.engine.parallel import Place, connect
+from quantd.engine.plan import Plan, PlanEntry, RequestState
+from quantd.engine.rank_messages import RankLoaded, StartRank
+from quantd.engine.request import Request, SamplingParams
+from quantd.engine.shard import Part
+from quantd.engine.split import even
+from quantd.engine.weights import Progress, load_weights
+from quantd.kernels.ops import AttentionInputs, KVLayer
+from quantd.kernels.select import select_ops
+from quantd.quant.checkpoint import Checkpoint
+from quantd.quant.kv import FORMATS, KVFormat, KVPool, KVShape, block_bytes
+
+_PROMPT_ROWS = 64  # logits of so many prompt positions are in memory at a time
+_MICRO_ROWS = 64  # Fewer rows take as long as so many, or nearly.
+_MICRO_BATCHES = 4  # for each stage, at most
+
+Through = Callable[[Tensor, AttentionInputs, Sequence[KVLayer]], Tensor]
+
+
+class ModelPart:
+    """What one rank computes of each step. All ranks must be called alike, with equal batches."""
+
+    def __init__(self, decoder: Decoder, place: Place, pool: KVPool) -> None:
+        self.decoder = decoder
+        self._place = place
+        self._block_size = pool.shape.block_size
+        self._kv = pool.layers()
+        records = decoder.is_whole and place.group.recordable
+        self._forward: Through = decoder.ops.compile(decoder.forward) if records else decoder.forward
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states behind the final norm, float32 [M, H]; for ranks of the first stage."""
+        hidden = self._pass(batch, self._forward)
+        assert hidden is not None, "a stage that is not the first has no final norm"
+        return hidden
+
+    @torch.inference_mode()
+    def follow(self, batch: Batch) -> None:
+        """Do, on any rank but 0, what rank 0's `forward` and its calls of `decoder.logits` need."""
+        hidden = self._pass(batch, self._forward)
+        if hidden is not None:
+            for rows in logits_rows(batch):
+                self.decoder.logits(hidden.index_select(0, rows))
+
+    @torch.inference_mode()
+    def check_finite(self) -> None:
+        """Run one forward over the pool's first block; raise NumericsError naming what gives NaN or Inf."""
+        spec = self.decoder.spec
+        length = min(self._block_size, spec.max_model_len)
+        prompt = [i % spec.vocab_size for i in range(length)]
+        state = RequestState(Request(id="", prompt=prompt, sampling=SamplingParams()))
+        batch = build_batch(Plan((PlanEntry(state, 0, length, True, (0,)),)), self._block_size)
+        hidden = self._pass(batch, lambda *step: last_finite(self.decoder.parts(*step)))
+        if hidden is not None:
+            self.decoder.check_logits(hidden)
+
+    def _pass(self, batch: Batch, through: Through) -> Tensor | None:
+        """A step's way through this rank; hidden states where the way ends here."""
+        before, behind = self._place.before, self._place.behind
+        if before is None or behind is None:
+            return through(batch.token_ids, batch.attention, self._kv)
+        first, hidden = self._place.part.has_ends, None
+        parts = list(micro_batches(batch.token_ids, batch.attention, self._num_micro_batches(batch)))
+        for token_ids, inputs in parts:
+            entering = token_ids if first else before.receive(len(token_ids))
+            behind.send(through(entering, inputs, self._kv))
+        if first:
+            x = torch.cat([before.receive(len(token_ids)) for token_ids, _ in parts])
+            hidden = self.decoder.final_norm(x)
+        behind.flush()
+        return hidden
+
+    def _num_micro_batches(self, batch: Batch) -> int:
+        return max(1, min(len(batch.token_ids) // _MICRO_ROWS, _MICRO_BATCHES * self._place.num_stages))
+
+
+def logits_rows(batch: Batch) -> Iterator[Tensor]:
+    """The rows of the hidden states that logits are computed of together, in the order of rank 0."""
+    if len(batch.sample_rows):
+        yield batch.sample_rows
+    yield from prompt_chunks(batch.prompt_rows)
+
+
+def prompt_chunks(rows: Tensor) -> Iterator[Tensor]:
+    """Rows of prompt positions, a few at a time, as logits take memory."""
+    for start in range(0, len(rows), _PROMPT_ROWS):
+        yield rows[start : start + _PROMPT_ROWS]
+
+
+def micro_batches(
+    token_ids: Tensor, inputs: AttentionInputs, number: int
+) -> Iterator[tuple[Tensor, AttentionInputs]]:
+    """A step's rows, in order, as so many steps of nearly one size; a request may be cut in two."""
+    for rows in even(len(token_ids), number):
+        yield token_ids[rows.start : rows.stop], _rows_of(inputs, rows)
+
+
+def _rows_of(inputs: AttentionInputs, rows: range) -> AttentionInputs:
+    """Where these rows of a step stand; requests without any of them fall away."""
+    starts = inputs.query_start
+    first = int(torch.searchsorted(starts, rows.start, right=True)) - 1
+    behind = int(torch.searchsorted(starts, rows.stop))
+    edges = starts[first : behind + 1].clamp(rows.start, rows.stop)
+    return AttentionInputs(
+        positions=inputs.positions[rows.start : rows.stop],
+        slots=inputs.slots[rows.start : rows.stop],
+        query_start=edges - rows.start,
+        context_len=inputs.positions[edges[1:] - 1] + 1,
+        block_tables=inputs.block_tables[first:behind],
+    )
+
+
+@dataclass(frozen=True)
+class LoadedPart:
+    """A rank's part that has no blocks yet."""
+
+    config: EngineConfig
+    decoder: Decoder
+    place: Place
+    device: torch.device
+
+    @property
+    def memory(self) -> RankLoaded:
+        """What the part takes, what each block will take, and what is left."""
+        return RankLoaded(
+            device=str(self.device),
+            weight_bytes=self.decoder.weights.nbytes,
+            block_bytes=block_bytes(self._format, self._shape),
+            available=rank_memory(self.device),
+        )
+
+    def allocate(self, num_blocks: int) -> ModelPart:
+        """Make the rank's part of the pool and check a first forward, together with all other ranks.
+
+        Raises CapacityError or NumericsError.
+        """
+        try:
+            pool = KVPool.allocate(self._format, self._shape, num_blocks)
+        except OSError as error:
+            size = num_blocks * block_bytes(self._format, self._shape)
+            raise CapacityError(f"no {size} bytes for the KV cache: {error}; lower kv_memory") from error
+        part = ModelPart(self.decoder, self.place, pool)
+        part.check_finite()
+        return part
+
+    @property
+    def _format(self) -> KVFormat:
+        return FORMATS[self.config.kv_dtype]
+
+    @property
+    def _shape(self) -> KVShape:
+        heads, num_layers = self.decoder.heads, len(self.decoder.part.layers)
+        return KVShape(num_layers, heads.num_kv_heads, heads.head_dim, self.config.block_size)
+
+
+def load_part(
+    start: StartRank, spec: DecoderSpec, checkpoint: Checkpoint, progress: Progress = lambda done, total: None
+) -> LoadedPart:
+    """Meet the other ranks if there are any, then read and pack a rank's part.
+
+    Sets this process's number of torch threads. Raises CheckpointError, UnsupportedModelError,
+    RequestError, RankError, or QuantdError where ranks cannot sum.
+    """
+    config, world, rank = start.config, start.world, start.rank
+    threads, device = rank_threads(config, world.size), rank_device(config, rank)
+    torch.set_num_threads(threads)
+    place = Place(Part.of(world, rank))
+    if world.size > 1:
+        place = connect(world, rank, FileStore(start.store, world.size), spec.hidden_size, device)
+    kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
+    ops = select_ops(config.backend, config.activations, threads, kernel_cache)
+    weights = load_weights(spec, checkpoint, ops, progress, place.part)
+    return LoadedPart(config, Decoder(spec, weights, ops, place.part, place.group), place, device)

@@ -1,0 +1,62 @@
+"""The frames between rank 0 of an engine and its other ranks (torch-free); see quantd.engine.connection.
+
+StartRank, then RankLoaded; Allocate, then RankReady; then Steps, which are not answered: what ranks compute
+together passes through their groups. Failed may come at any time.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quantd.engine.config import EngineConfig
+from quantd.engine.messages import Failed
+from quantd.engine.split import World
+
+
+class StartRank(msgspec.Struct, frozen=True, tag="start"):
+    """Rank 0 -> rank: load your part. store: path of the file in which ranks find each other."""
+
+    config: EngineConfig
+    world: World
+    rank: int
+    store: str
+
+
+class RankLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded"):
+    """Rank -> rank 0: its weights are in memory. All sizes in bytes.
+
+    device: where; ranks may share one. available: what it has left. block_bytes: what a block of the KV
+    pool takes there.
+    """
+
+    device: str
+    weight_bytes: int
+    block_bytes: int
+    available: int
+
+
+class Allocate(msgspec.Struct, frozen=True, tag="allocate"):
+    """Rank 0 -> rank: make a pool of so many blocks, and check the first forward."""
+
+    num_blocks: int
+
+
+class RankReady(msgspec.Struct, frozen=True, tag="ready"):
+    """Rank -> rank 0: the first forward was sound."""
+
+
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """Rank 0 -> rank: compute this batch (see quantd.engine.batch). Each field the bytes of int32."""
+
+    token_ids: bytearray
+    positions: bytearray
+    slots: bytearray
+    query_start: bytearray
+    context_len: bytearray
+    block_tables: bytearray
+    prompt_rows: bytearray
+    sample_rows: bytearray
+
+
+ToRank = StartRank | Allocate | Step
+FromRank = RankLoaded | RankReady | Failed

@@ -1,0 +1,82 @@
+"""A rank that is not rank 0: `python -m quantd.engine.worker FD`, a child of the engine process.
+
+FD is one end of a socketpair (see quantd.engine.rank_messages). It loads its part of the model, computes
+its part of each step, and ends with the engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from quantd.engine.connection import Connection
+from quantd.engine.errors import RankError
+from quantd.engine.loop import describe, die_with_parent, kind_of
+from quantd.engine.messages import Failed
+from quantd.engine.rank_messages import Allocate, RankReady, StartRank, Step, ToRank
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def serve(fd: int) -> None:
+    """Be a rank on a socket's descriptor, until rank 0 is gone."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = Connection(socket.socket(fileno=fd))
+    try:
+        _run(connection)
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    except RankError as error:
+        # Whose fault that was, and that all is over, is rank 0's to say.
+        logger.info("%s", error)
+    except Exception as error:
+        logger.exception("a rank cannot go on")
+        connection.send(Failed(kind_of(error), describe(error)))
+    _wait_for_end(connection)
+
+
+def _run(connection: Connection) -> None:
+    start = _receive(connection, StartRank)
+    # Torch takes seconds to import; by now it would be known if the engine were gone.
+    from quantd.engine.model_part import load_part
+    from quantd.engine.models.architectures import decoder_spec
+    from quantd.engine.step_frame import batch_of
+    from quantd.quant.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(Path(start.config.model_path))
+    loaded = load_part(start, decoder_spec(checkpoint.config, start.config.max_model_len), checkpoint)
+    connection.send(loaded.memory)
+    part = loaded.allocate(_receive(connection, Allocate).num_blocks)
+    connection.send(RankReady())
+    steps = msgspec.msgpack.Decoder(Step)
+    while True:
+        part.follow(batch_of(connection.receive(steps)))
+
+
+def _receive(connection: Connection, kind: type[T]) -> T:
+    return connection.receive(msgspec.msgpack.Decoder(kind))
+
+
+def _wait_for_end(connection: Connection) -> None:
+    """Return when rank 0 has hung up; steps that it still sends are of no use."""
+    decoder = msgspec.msgpack.Decoder[ToRank](ToRank)
+    try:
+        while True:
+            connection.receive(decoder)
+    except (EOFError, ConnectionError):
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    serve(int(sys.argv[1]))
