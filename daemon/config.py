@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 from quantd.daemon.errors import ConfigError
 from quantd.daemon.settings import (
+    Kind,
     Setting,
     choice,
     seconds,
@@ -30,11 +31,20 @@ from quantd.daemon.settings import (
     whole,
 )
 from quantd.engine.config import Activations, Backend, EngineConfig, KVDtype
+from quantd.engine.split import parse_split
 
 SYSTEM_SOCKET = Path("/run/quantd/api.sock")
 
 # The names that llama.cpp and Ollama give to the same cache formats.
 _KV_ALIASES = {"q8_0": "int8", "f16": "fp16", "f32": "fp32"}
+
+
+def _split(value: object) -> object:
+    parse_split(str(value))
+    return str(value)
+
+
+_SPLIT = Kind("auto|A,B,...", "auto, or shares such as 3,1", _split)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,7 +140,11 @@ class EngineOptions:
         EngineConfig, "prefix_caching", switch(), "Keep and reuse the cache of common prefixes."
     )
     threads: int = setting_like(
-        EngineConfig, "threads", whole(0, 1024), "Compute threads; 0 for one a physical core."
+        EngineConfig, "threads", whole(0, 1024), "Compute threads of a rank; 0 for all physical cores."
+    )
+    tp: int = setting_like(EngineConfig, "tp", whole(1, 64), "Ranks that share each matrix of a model.")
+    split: str = setting_like(
+        EngineConfig, "split", _SPLIT, "Spread the layers over stages: auto, or the share of each."
     )
 
     def for_model(self, model_path: Path, kernel_cache: Path) -> EngineConfig:

@@ -106,8 +106,9 @@ def load_model(client: DaemonClient, name: str, options: dict[str, Any] | None =
 def describe(info: ModelInfo) -> str:
     """A loaded model in one line."""
     weights, cache = format_bytes(info.weight_bytes), format_bytes(info.kv_bytes)
+    ranks = f" in {info.num_ranks} ranks" if info.num_ranks > 1 else ""
     return (
-        f"{info.architecture} on {info.backend} kernels, {weights} of weights, "
+        f"{info.architecture} on {info.backend} kernels{ranks}, {weights} of weights, "
         f"{info.kv_dtype} KV cache of {info.kv_tokens} tokens ({cache})"
     )
 

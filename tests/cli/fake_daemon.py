@@ -23,6 +23,7 @@ INFO = {
     "vocab_size": 256,
     "kv_bytes_per_token": 31_250,
     "load_seconds": 0.5,
+    "num_ranks": 1,
 }
 STATUS = {
     "version": "0.1.0",

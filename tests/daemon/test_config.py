@@ -83,6 +83,8 @@ def test_a_named_file_is_read_in_place_of_the_default_one(tmp_path: Path) -> Non
         ("zzz = 1", "known keys: socket, host, port, model, drain_seconds, max_queue"),
         ("[engine]\nkv_dtyp = 1", "quantd.toml: engine.kv_dtyp: no such key; did you mean kv_dtype?"),
         ("[engine]\nkv_dtype = 'q9'", "engine.kv_dtype: 'q9' is not accepted; use one of int8, fp16"),
+        ("[engine]\nsplit = '1,x'", "engine.split: '1,x' is not accepted; use auto, or shares such as 3,1"),
+        ("[engine]\ntp = 0", "engine.tp: 0 is not accepted; use a whole number from 1 to 64"),
         ("port = true", "port: True is not accepted; use 0 to 65535"),
         ("port = 65536", "port: 65536 is not accepted"),
         ("engine = 3", "engine must be a table"),
