@@ -18,10 +18,6 @@ from quantd.kernels.gpu.compile import KernelSpec
 
 MAX_WIDTH = 16384
 
-# Pushes the fraction out of a float32 below 2**22, which rounds it half to even; then it is taken off again.
-_FRACTION_OUT = tl.constexpr(1.5 * 2**23)
-_FLOAT32_EPS = tl.constexpr(torch.finfo(torch.float32).eps)
-
 
 class Rounded(NamedTuple):
     """Rows in INT8: value = codes int8 [M, K] * scale float32 [M]."""
@@ -31,13 +27,22 @@ class Rounded(NamedTuple):
 
 
 @triton.jit
+def round_half_even(x):
+    """x, below 2**22, without its fraction, which a larger number pushes out."""
+    return (x + 1.5 * 2**23) - 1.5 * 2**23
+
+
+@triton.jit
 def _store_rounded(x, codes, scales, row, columns, inside, WIDTH: tl.constexpr):
-    """Store x, float32 and 0 outside, by the rule of `kernels.reference.rounded_inputs`."""
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 0), 127.5), _FLOAT32_EPS)
-    steps = (tl.div_rn(x, scale) + _FRACTION_OUT) - _FRACTION_OUT
+    """Store x, float32 and 0 outside, by the rule of `kernels.reference.rounded_inputs`.
+
+    A row with a NaN or Inf gets the scale NaN: a maximum passes over a NaN.
+    """
+    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 0), 127.5), 2.0**-23)
+    steps = round_half_even(tl.div_rn(x, scale))
     steps = tl.minimum(tl.maximum(steps, -128.0), 127.0)
     tl.store(codes + row * WIDTH + columns, steps.to(tl.int8), mask=inside)
-    tl.store(scales + row, scale)
+    tl.store(scales + row, scale + tl.sum(x * 0.0, 0))
 
 
 @triton.jit

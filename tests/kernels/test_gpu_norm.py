@@ -63,6 +63,15 @@ def test_rounding_is_that_of_w8a8_layers(gpu_device: str, dtype: torch.dtype, wi
     assert torch.equal(alone, normed) and torch.equal(codes.codes, rounded.codes)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # numpy's, in the interpreter
+@pytest.mark.parametrize("fault", [torch.nan, torch.inf])
+def test_rounding_does_not_hide_what_is_not_finite(gpu_device: str, fault: float) -> None:
+    x, weight = torch.randn(3, 100), torch.ones(100)
+    x[1, 7] = fault
+    _, rounded = norm.rms_norm_rounded(x.to(gpu_device), weight.to(gpu_device), 1e-6, torch.float16)
+    assert rounded.scale.isnan().tolist() == [False, True, False]
+
+
 def test_a_row_does_not_depend_on_its_company(gpu_device: str) -> None:
     x, residual = (torch.randn(9, 1000, device=gpu_device) for _ in range(2))
     weight = torch.randn(1000, device=gpu_device)

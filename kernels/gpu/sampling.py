@@ -1,0 +1,250 @@
+"""Drawing tokens where the logits are: adjusted, cut to top_k, top_p and min_p, and one token picked a row.
+
+A row is cut into chunks of a fixed length and each program takes one chunk, so that a single row keeps
+many multiprocessors busy; what chunks found is merged in order. No row is sorted. The smallest logit that
+top_k or top_p keep is searched by its bits, four at a time from the top: each pass counts (or weighs) what
+lies at or above 16 evenly spaced values, and the next goes on between two of them. Nothing is random but a
+hash of (seed, position, token): the token with the largest logit / temperature plus Gumbel noise is a
+draw from the softmax (Maddison et al., arXiv 1411.0030).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from quantd.kernels.gpu.compile import KernelSpec
+from quantd.kernels.gpu.sampling_inputs import Edits, Samples, SamplingInputs
+from quantd.kernels.gpu.sampling_kernels import (
+    NUM_PASSES,
+    NUM_STATS,
+    edit_kernel,
+    finish_kernel,
+    goal_kernel,
+    pick_kernel,
+    search_kernel,
+    survey_kernel,
+)
+
+_CHUNK = 4096
+_TILE = 128  # tokens that are compared with the 16 values at a time
+_EDIT_BLOCK = 256
+_PICK_WARPS = 8  # the noise takes registers
+
+
+def sample(logits: Tensor, inputs: SamplingInputs) -> Samples:
+    """A token of each row of logits, float32 [R, V], which stay as they are."""
+    num_rows, device = len(logits), logits.device
+    assert logits.dtype == torch.float32 and logits.is_contiguous()
+    samples = Samples(
+        torch.empty(num_rows, dtype=torch.int32, device=device),
+        torch.empty(num_rows, dtype=torch.float32, device=device),
+        torch.empty(num_rows, dtype=torch.int32, device=device),
+    )
+    if num_rows > 0:
+        step = _Step(logits, inputs)
+        step.survey()
+        if inputs.draws:
+            step.draw()
+        step.finish(samples)
+    return samples
+
+
+class _Step:
+    """The launches for one batch of rows, and the tables that they hand on."""
+
+    def __init__(self, logits: Tensor, inputs: SamplingInputs) -> None:
+        num_rows, vocab_size = logits.shape
+        chunks = triton.cdiv(vocab_size, _CHUNK)
+        words = 0
+        if inputs.mask is not None:
+            words = inputs.mask.shape[1]
+            assert inputs.mask.is_contiguous() and words * 32 >= vocab_size, inputs.mask.shape
+        self.logits, self.inputs = logits, inputs
+        self.adjusted = logits if inputs.edits is None else _edited(logits, inputs.edits)
+        self.grid = (num_rows, chunks)
+        self.stats = torch.empty(num_rows, NUM_STATS, chunks, device=logits.device)
+        self.goals = torch.empty(num_rows, 3, device=logits.device)
+        self.named = torch.empty(num_rows, 2, chunks, dtype=torch.int32, device=logits.device)
+        self.row = {"VOCAB": vocab_size, "WORDS": words, "CHUNK": _CHUNK}
+        self.merge = {"CHUNKS": chunks, "SLOTS": triton.next_power_of_2(chunks)}
+        self.tables: dict[str, Tensor | None] = dict.fromkeys(("k_prefix", "k_sums", "p_prefix", "p_sums"))
+
+    def survey(self) -> None:
+        survey_kernel[self.grid](
+            self.logits,
+            self.adjusted,
+            self.inputs.mask,
+            self.inputs.temperature,
+            self.stats,
+            self.named,
+            **self.row,
+        )
+
+    def draw(self) -> None:
+        inputs = self.inputs
+        self._set_goals(for_p=False)
+        if inputs.cuts_top_k:
+            self._search("k", for_p=False)
+        if inputs.cuts_top_p:
+            self._set_goals(for_p=True)
+            self._search("p", for_p=True)
+        pick_kernel[self.grid](
+            self.adjusted,
+            inputs.mask,
+            inputs.temperature,
+            inputs.min_p,
+            inputs.seed,
+            inputs.position,
+            self.stats,
+            self.named,
+            self.goals,
+            **self.tables,
+            **self.row,
+            **self.merge,
+            CUTS_K=inputs.cuts_top_k,
+            CUTS_P=inputs.cuts_top_p,
+            num_warps=_PICK_WARPS,
+        )
+
+    def _set_goals(self, for_p: bool) -> None:
+        goal_kernel[self.grid[:1]](
+            self.inputs.temperature,
+            self.inputs.top_k,
+            self.inputs.top_p,
+            self.stats,
+            self.goals,
+            self.tables["k_prefix"],
+            self.tables["k_sums"],
+            VOCAB=self.row["VOCAB"],
+            **self.merge,
+            CUTS_K=self.inputs.cuts_top_k,
+            FOR_P=for_p,
+            num_warps=1,
+        )
+
+    def _search(self, what: str, for_p: bool) -> None:
+        rows, chunks = self.grid
+        device = self.logits.device
+        prefix = torch.empty(NUM_PASSES + 1, rows, dtype=torch.int32, device=device)
+        sums = torch.empty(2, rows, 2, chunks, 16, device=device)
+        self.tables |= {f"{what}_prefix": prefix, f"{what}_sums": sums}
+        for step in range(NUM_PASSES + 1):
+            search_kernel[self.grid](
+                self.adjusted,
+                self.inputs.mask,
+                self.inputs.temperature,
+                self.goals,
+                prefix,
+                sums,
+                step,
+                **self.row,
+                **self.merge,
+                TILE=_TILE,
+                FOR_P=for_p,
+            )
+
+    def finish(self, samples: Samples) -> None:
+        finish_kernel[self.grid[:1]](
+            self.logits,
+            self.inputs.temperature,
+            self.stats,
+            self.named,
+            *samples,
+            VOCAB=self.row["VOCAB"],
+            **self.merge,
+            DRAWS=self.inputs.draws,
+            num_warps=1,
+        )
+
+
+def _edited(logits: Tensor, edits: Edits) -> Tensor:
+    """A copy with the edits made."""
+    out = logits.clone()
+    grid = (len(logits), triton.cdiv(edits.longest, _EDIT_BLOCK))
+    edit_kernel[grid](
+        out,
+        edits.start,
+        edits.ids,
+        edits.added,
+        edits.divisor,
+        edits.taken,
+        VOCAB=logits.shape[1],
+        BLOCK=_EDIT_BLOCK,
+    )
+    return out
+
+
+_TYPES = {
+    "logits": "*fp32",
+    "adjusted": "*fp32",
+    "mask": "*i32",
+    "temperature": "*fp32",
+    "top_k": "*i32",
+    "top_p": "*fp32",
+    "min_p": "*fp32",
+    "seed": "*i64",
+    "position": "*i32",
+    "stats": "*fp32",
+    "named": "*i32",
+    "goals": "*fp32",
+    "prefix": "*i32",
+    "sums": "*fp32",
+    "ids": "*i32",
+    "k_prefix": "*i32",
+    "k_sums": "*fp32",
+    "p_prefix": "*i32",
+    "p_sums": "*fp32",
+    "step": "i32",
+    "start": "*i32",
+    "added": "*fp32",
+    "divisor": "*fp32",
+    "taken": "*fp32",
+    "token_ids": "*i32",
+    "logprobs": "*fp32",
+    "status": "*i32",
+}
+
+
+def _spec(
+    name: str, kernel: Any, vocab_size: int, masked: bool, num_warps: int = 4, **flags: bool
+) -> KernelSpec:
+    chunks = triton.cdiv(vocab_size, _CHUNK)
+    values: dict[str, object] = {
+        "VOCAB": vocab_size,
+        "WORDS": triton.cdiv(vocab_size, 32) if masked else 0,
+        "CHUNK": _CHUNK,
+        "CHUNKS": chunks,
+        "SLOTS": triton.next_power_of_2(chunks),
+        "TILE": _TILE,
+        "BLOCK": _EDIT_BLOCK,
+        **flags,
+    }
+    constants = {name: values[name] for name in kernel.arg_names if name in values}
+    pointers = {name: type for name, type in _TYPES.items() if name in kernel.arg_names}
+    return KernelSpec(
+        f"{name} {vocab_size}{' masked' if masked else ''}",
+        kernel,
+        pointers,
+        constants,
+        num_warps=num_warps,
+        divisible_16=tuple(name for name, type in pointers.items() if type.startswith("*")),
+    )
+
+
+SPECS = (
+    _spec("sampling edit", edit_kernel, 128256, masked=False),
+    _spec("sampling survey", survey_kernel, 128256, masked=False),
+    _spec("sampling survey", survey_kernel, 151936, masked=True),
+    _spec("sampling search top_k", search_kernel, 128256, masked=False, FOR_P=False),
+    _spec("sampling search top_p", search_kernel, 151936, masked=True, FOR_P=True),
+    _spec(
+        "sampling pick", pick_kernel, 128256, masked=False, num_warps=_PICK_WARPS, CUTS_K=False, CUTS_P=False
+    ),
+    _spec("sampling goal", goal_kernel, 151936, masked=False, num_warps=1, CUTS_K=True, FOR_P=True),
+    _spec("sampling pick", pick_kernel, 151936, masked=True, num_warps=_PICK_WARPS, CUTS_K=True, CUTS_P=True),
+    _spec("sampling finish", finish_kernel, 128256, masked=False, num_warps=1, DRAWS=True),
+)
