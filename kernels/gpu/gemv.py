@@ -1,0 +1,138 @@
+"""Products without tensor cores, a row at a time: for sm_75, to whose tensor cores Triton has no way.
+
+Reads the same tiles as tiled.py, in the same blocks, but adds in another order: not the same bits. Each row
+is computed by itself, so rows do not depend on each other here either.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantd.kernels.gpu.compile import KernelSpec
+from quantd.kernels.gpu.inputs import Inputs
+from quantd.kernels.gpu.split_k import Finish, add_splits
+from quantd.kernels.gpu.tiled import cut, shape_of
+from quantd.kernels.gpu.tiles import weight_tile
+from quantd.kernels.gpu.weights import GpuWeight, Kind
+
+_BLOCK_N = 64
+_NUM_WARPS = 8
+
+
+@triton.jit
+def _gemv_kernel(
+    x,
+    sums,
+    low,
+    high,
+    scale,
+    offset,
+    out,
+    num_rows,
+    N,
+    num_blocks,
+    split_blocks,
+    KIND: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    CENTER: tl.constexpr,
+    BLOCKS_PER_GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """out float32 [splits, num_rows, N]; a program BLOCK_N outputs of a row and a split."""
+    first_column, split, row = tl.program_id(0) * BLOCK_N, tl.program_id(1), tl.program_id(2)
+    columns = first_column + tl.arange(0, BLOCK_N)
+    headers = tl.minimum(columns, N - 1)
+    header_stride = (N + 15) // 16 * 16
+    x_at = x + row * (num_blocks * BLOCK_K) + tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_N], tl.float32)
+    end = tl.minimum(split * split_blocks + split_blocks, num_blocks)
+    for block in range(split * split_blocks, end):
+        weights = weight_tile(
+            low,
+            high,
+            first_column,
+            block,
+            N,
+            num_blocks,
+            KIND,
+            LOW_BITS,
+            HIGH_BITS,
+            CENTER,
+            x.dtype.element_ty,
+            BLOCK_N,
+            BLOCK_K,
+        ).to(tl.float32)
+        inputs = tl.load(x_at + block * BLOCK_K).to(tl.float32)
+        group = 0
+        if BLOCKS_PER_GROUP > 0:
+            group = block // BLOCKS_PER_GROUP
+        scales = tl.load(scale + group * header_stride + headers).to(tl.float32)
+        if offset is not None:
+            offsets = tl.load(offset + group * header_stride + headers).to(tl.float32)
+            total += offsets * tl.load(sums + block * num_rows + row)
+        total += scales * tl.sum(weights * inputs[None, :], 1)
+    at = (split * num_rows + row).to(tl.int64) * N + columns
+    tl.store(out + at, total, mask=columns < N)
+
+
+def gemv(inputs: Inputs, weight: GpuWeight, how: Finish, splits: int) -> Tensor:
+    """Prepared inputs of M rows, floats, times the W.T of codes, finished -> [M, N]."""
+    num_rows, n = len(inputs.values), weight.shape[0]
+    split_blocks, splits = cut(shape_of(weight, inputs.values.dtype), splits)
+    parts = torch.empty(splits, num_rows, n, dtype=torch.float32, device=inputs.values.device)
+    _gemv_kernel[(triton.cdiv(n, _BLOCK_N), splits, num_rows)](
+        inputs.values,
+        inputs.sums,
+        weight.low,
+        weight.high,
+        weight.scale,
+        weight.offset,
+        parts,
+        num_rows,
+        n,
+        weight.num_blocks,
+        split_blocks,
+        KIND=int(weight.kind),
+        LOW_BITS=weight.low_bits,
+        HIGH_BITS=weight.high_bits,
+        CENTER=weight.center,
+        BLOCKS_PER_GROUP=weight.blocks_per_group,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=weight.block_k,
+        num_warps=_NUM_WARPS,
+    )
+    return add_splits(parts, inputs.scale, weight.bias, how)
+
+
+def _spec(dtype: str, bits: tuple[int, int], offset: bool) -> KernelSpec:
+    pointers = {"x": f"*{dtype}", "low": "*i32", "scale": "*fp16", "out": "*fp32"}
+    if bits[1]:
+        pointers["high"] = "*i32"
+    if offset:
+        pointers |= {"offset": "*fp16", "sums": "*fp32"}
+    unused = dict.fromkeys({"high", "offset", "sums"} - pointers.keys())
+    constants = {
+        "KIND": int(Kind.PACKED),
+        "LOW_BITS": bits[0],
+        "HIGH_BITS": bits[1],
+        "CENTER": 2 ** (sum(bits) - 1),
+        "BLOCKS_PER_GROUP": 1,
+        "BLOCK_N": _BLOCK_N,
+        "BLOCK_K": 128,
+    }
+    return KernelSpec(
+        f"gemv w{sum(bits)} {dtype}{' offset' * offset}",
+        _gemv_kernel,
+        pointers | dict.fromkeys(("num_rows", "N", "num_blocks", "split_blocks"), "i32"),
+        unused | constants,
+        num_warps=_NUM_WARPS,
+        divisible_16=(*pointers, "N"),
+    )
+
+
+SPECS = (_spec("fp16", (4, 0), offset=False), _spec("fp16", (2, 1), offset=True))

@@ -1,0 +1,125 @@
+"""Linear layers, logits and embeddings on packed weights: which kernel, by rows, GPU and what is promised.
+
+| rows | quantized | plain |
+|---|---|---|
+| to 128 | tiled.py | vendor's product |
+| above | dequantized, vendor's product | vendor's product |
+| any, same bits | tiled.py | tiled.py |
+| any, logits | tiled.py | tiled.py |
+| any, INT8 inputs | tiled.py | |
+
+On sm_75, which Triton gives no tensor-core products: one row by gemv.py, more dequantized for the vendor's
+product; with same bits all rows by gemv.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+from triton.testing import do_bench
+
+from quantd.kernels.gpu.dequantize import dequantize
+from quantd.kernels.gpu.gemv import gemv
+from quantd.kernels.gpu.inputs import Inputs, prepare, prepare_rounded
+from quantd.kernels.gpu.norm import Rounded
+from quantd.kernels.gpu.split_k import Finish
+from quantd.kernels.gpu.tiled import matmul, shape_of
+from quantd.kernels.gpu.tuning import Tile, Tuning, search, with_plan
+from quantd.kernels.gpu.weights import STRIP, GpuWeight, Kind
+
+FIRST_DOT = 80
+"""Lowest compute capability with tensor-core products from Triton."""
+
+_TILED_ROWS = 128
+_WORKSPACE_BYTES = 32 << 20  # of dequantized weights at a time; much of it stays in a GPU's L2 cache
+
+
+def linear(x: Tensor, weight: GpuWeight, tuning: Tuning, same_bits: bool = False) -> Tensor:
+    """x [M, K] @ W.T + bias -> [M, N], both in compute dtype.
+
+    same_bits: a row's bits do not depend on M; without it, not up to 128 rows nor above them, but between
+    the two.
+    """
+    return _product(prepare(x, weight), weight, Finish(x.dtype), tuning, same_bits)
+
+
+def linear_rounded(
+    rounded: Rounded, weight: GpuWeight, dtype: torch.dtype, tuning: Tuning, same_bits: bool = False
+) -> Tensor:
+    """`linear` of rows that the norm before has rounded to INT8, for a weight that asks for that."""
+    assert weight.rounds_inputs
+    inputs = prepare_rounded(rounded, weight, dtype)
+    return _product(inputs, weight, Finish(dtype), tuning, same_bits)
+
+
+def logits(x: Tensor, weight: GpuWeight, tuning: Tuning, scale: float = 1.0, softcap: float = 0.0) -> Tensor:
+    """linear(x) * scale, then softcap * tanh(. / softcap) where softcap > 0 -> float32 [M, N].
+
+    The same bits for any M, always.
+    """
+    how = Finish(torch.float32, True, scale, softcap)
+    return _product(prepare(x, weight), weight, how, tuning, same_bits=True)
+
+
+def _product(inputs: Inputs, weight: GpuWeight, how: Finish, tuning: Tuning, same_bits: bool) -> Tensor:
+    num_rows = len(inputs.values)
+    if num_rows == 0:
+        return torch.empty(0, weight.shape[0], dtype=how.dtype, device=inputs.values.device)
+    plan = tuning.plan(shape_of(weight, inputs.values.dtype))
+    if tuning.gpu.capability < FIRST_DOT:
+        if weight.kind is not Kind.DENSE and (same_bits or num_rows == 1):
+            return gemv(inputs, weight, how, plan.splits)
+        return _vendor(inputs, weight, how)
+    if same_bits or weight.kind is Kind.INT8 or (weight.kind is Kind.PACKED and num_rows <= _TILED_ROWS):
+        return matmul(inputs, weight, how, plan.splits, plan.tile(num_rows), tuning.gpu)
+    return _vendor(inputs, weight, how)
+
+
+def _vendor(inputs: Inputs, weight: GpuWeight, how: Finish) -> Tensor:
+    """The vendor's product with a plain matrix, or with a dequantized one, a bounded part of it at a time."""
+    n = weight.shape[0]
+    x = inputs.values.to(how.dtype)
+    out = torch.empty(len(x), n, dtype=how.dtype, device=x.device)
+    bias = torch.zeros(n, device=x.device) if weight.bias is None else weight.bias
+    for first, last in _parts(weight, how.dtype):
+        matrix = _matrix(weight, first, last, how.dtype)
+        torch.addmm(bias[first:last].to(how.dtype), x, matrix.T, out=out[:, first:last])
+    if not how.logits:
+        return out
+    out *= how.factor
+    return how.softcap * torch.tanh(out / how.softcap) if how.softcap > 0 else out
+
+
+def _parts(weight: GpuWeight, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Outputs [first, last) of each part; all at once where the matrix is there already."""
+    n = weight.shape[0]
+    if weight.kind is Kind.DENSE and weight.low.dtype == dtype:
+        step = n
+    else:
+        step = max(_WORKSPACE_BYTES // (weight.padded_k * dtype.itemsize) // STRIP, 1) * STRIP
+    yield from ((first, min(first + step, n)) for first in range(0, n, step))
+
+
+def _matrix(weight: GpuWeight, first: int, last: int, dtype: torch.dtype) -> Tensor:
+    if weight.kind is Kind.DENSE:
+        return weight.low[first:last].to(dtype)
+    return dequantize(weight, first, last - first, dtype)
+
+
+def tune(weight: GpuWeight, dtype: torch.dtype, tuning: Tuning) -> Tuning:
+    """Time products with a weight on its GPU, for some seconds, and add the fastest plan to `tuning`."""
+
+    def measure(num_rows: int, splits: int, tile: Tile) -> float:
+        x = torch.randn(num_rows, weight.shape[1], dtype=dtype, device=weight.low.device)
+        inputs, how = prepare(x, weight), Finish(dtype)
+        try:
+            return float(do_bench(lambda: matmul(inputs, weight, how, splits, tile, tuning.gpu)))
+        except OutOfResources:
+            return math.inf
+
+    shape = shape_of(weight, dtype)
+    return with_plan(tuning, shape, search(shape, tuning.gpu, measure))

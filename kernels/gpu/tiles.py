@@ -1,0 +1,172 @@
+"""Tiles of a packed weight, as every kernel that reads one takes them; the layout is that of weights.py.
+
+Codes become floats without a conversion instruction: a code's bits, put into the mantissa of a power of two,
+are that power plus the code, and one subtraction (exact) leaves the code less its centre. Two codes are
+brought out of a word, and subtracted from, at a time.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quantd.kernels.gpu.weights import STRIP, Kind
+
+PACKED = tl.constexpr(int(Kind.PACKED))
+INT8 = tl.constexpr(int(Kind.INT8))
+DENSE = tl.constexpr(int(Kind.DENSE))
+_STRIP = tl.constexpr(STRIP)
+
+
+@triton.jit
+def weight_tile(
+    low,
+    high,
+    first_row,
+    block,
+    N,
+    num_blocks,
+    KIND: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    CENTER: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Centred codes (or, dense, weights) of BLOCK_N outputs from `first_row` up and of one block of inputs.
+
+    -> DTYPE [BLOCK_N, BLOCK_K]; the compiler sees that a tensor-core product can take it from the registers
+    where it is. Outputs past the last repeat it. first_row: a multiple of 16.
+    """
+    if KIND == DENSE:
+        rows = tl.minimum(first_row + tl.arange(0, BLOCK_N), N - 1).to(tl.int64)
+        columns = block * BLOCK_K + tl.arange(0, BLOCK_K)
+        tile = tl.load(low + (rows * num_blocks * BLOCK_K)[:, None] + columns[None, :]).to(DTYPE)
+    elif KIND == INT8:
+        tile = _int8_tile(low, first_row, block, N, num_blocks, BLOCK_N, BLOCK_K).to(DTYPE)
+    else:
+        tile = _plane_tile(low, first_row, block, N, num_blocks, LOW_BITS, 0, CENTER, DTYPE, BLOCK_N, BLOCK_K)
+        if HIGH_BITS > 0:
+            above = _plane_tile(
+                high, first_row, block, N, num_blocks, HIGH_BITS, LOW_BITS, 0, DTYPE, BLOCK_N, BLOCK_K
+            )
+            tile = (tile.to(tl.float32) + above.to(tl.float32)).to(DTYPE)
+    return tile
+
+
+@triton.jit
+def _lanes(first_row, block, N, num_blocks, BLOCK_N: tl.constexpr):
+    """Each lane's tile, and its number there, for BLOCK_N / 16 warps' worth of lanes."""
+    lane = tl.arange(0, BLOCK_N * 2)
+    strip = tl.minimum(first_row // _STRIP + lane // 32, (N - 1) // _STRIP)
+    return strip * num_blocks + block, lane % 32
+
+
+@triton.jit
+def _plane_tile(
+    plane,
+    first_row,
+    block,
+    N,
+    num_blocks,
+    BITS: tl.constexpr,
+    PLACE: tl.constexpr,
+    CENTER: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """(field << PLACE) - CENTER of a plane of BITS bits -> DTYPE [BLOCK_N, BLOCK_K]."""
+    LANE_WORDS: tl.constexpr = BLOCK_K * BITS // 64
+    WORDS: tl.constexpr = min(LANE_WORDS, 4)  # of a load
+    UNITS: tl.constexpr = LANE_WORDS // WORDS
+    STEPS: tl.constexpr = min(16 // BITS, BLOCK_K // 16)  # of 16 inputs, within a unit
+    tile, lane = _lanes(first_row, block, N, num_blocks, BLOCK_N)
+    unit = tl.arange(0, UNITS)[:, None] * (32 * WORDS)
+    at = tile[None, :] * (32 * LANE_WORDS) + unit + lane[None, :] * WORDS
+    words = tl.load(plane + at[:, :, None] + tl.arange(0, WORDS)[None, None, :])
+    # Axes: unit, lanes, word, half, field; the last three hold what lanes do not tell apart.
+    values = _fields(words, 0, 1, BITS, PLACE, CENTER, DTYPE)
+    values = values.reshape(
+        UNITS,
+        BLOCK_N // 16,
+        8,
+        4,
+        2 if WORDS == 4 else 1,  # half of the strip, among words
+        2 if WORDS >= 2 else 1,  # half of the step, among words
+        2,
+        2 if WORDS == 1 else 1,  # half of the step, among fields
+        2 if WORDS <= 2 else 1,  # half of the strip, among fields
+        STEPS,
+    )
+    return values.permute(1, 4, 8, 2, 0, 9, 5, 7, 3, 6).reshape(BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def _fields(
+    words,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    BITS: tl.constexpr,
+    PLACE: tl.constexpr,
+    CENTER: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Fields FIRST, FIRST + STEP, ... of each half word -> [..., half, fields in order, as axes of 2]."""
+    if STEP * BITS >= 16:
+        fields = _field(words, FIRST * BITS, BITS, PLACE, CENTER, DTYPE)
+    else:
+        fields = tl.join(
+            _fields(words, FIRST, 2 * STEP, BITS, PLACE, CENTER, DTYPE),
+            _fields(words, FIRST + STEP, 2 * STEP, BITS, PLACE, CENTER, DTYPE),
+        )
+    return fields
+
+
+@triton.jit
+def _field(
+    words,
+    AT: tl.constexpr,
+    BITS: tl.constexpr,
+    PLACE: tl.constexpr,
+    CENTER: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The field at bit AT of both halves of each word, less CENTER -> DTYPE [..., half]."""
+    MASK: tl.constexpr = (((1 << BITS) - 1) * 0x10001) << PLACE
+    moved = words >> (AT - PLACE) if AT >= PLACE else words << (PLACE - AT)
+    picked = moved & MASK
+    if tl.float16 == DTYPE:
+        field = _less(_halves(picked | 0x64006400, DTYPE), 1024 + CENTER)
+    elif tl.bfloat16 == DTYPE and PLACE + BITS < 8:
+        field = _less(_halves(picked | 0x43004300, DTYPE), 128 + CENTER)
+    else:
+        whole = tl.join(picked & 0xFFFF, picked >> 16) | 0x4B000000
+        field = (whole.to(tl.float32, bitcast=True) - (2**23 + CENTER)).to(DTYPE)
+    return field
+
+
+@triton.jit
+def _halves(words, DTYPE: tl.constexpr):
+    """int32 [...] -> its low and high 16 bits as DTYPE [..., 2]."""
+    low, high = words.to(tl.int16), (words >> 16).to(tl.int16)
+    return tl.join(low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True))
+
+
+@triton.jit
+def _less(values, amount: tl.constexpr):
+    """values - amount, exact here. The compiler makes 16-bit arithmetic of it; the interpreter has none."""
+    return (values.to(tl.float32) - amount).to(values.dtype)
+
+
+@triton.jit
+def _int8_tile(plane, first_row, block, N, num_blocks, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """int8 [BLOCK_N, BLOCK_K], 16 bytes a lane for each 32 inputs."""
+    STEPS: tl.constexpr = BLOCK_K // 32
+    tile, lane = _lanes(first_row, block, N, num_blocks, BLOCK_N)
+    at = tile[None, :] * (16 * BLOCK_K) + tl.arange(0, STEPS)[:, None] * 512 + lane[None, :] * 16
+    codes = tl.load(plane + at[:, :, None] + tl.arange(0, 16)[None, None, :])
+    # Axes: step, strip, g, t, half of the strip, half of the step, byte.
+    codes = codes.reshape(STEPS, BLOCK_N // 16, 8, 4, 2, 2, 4)
+    return codes.permute(1, 4, 2, 0, 5, 3, 6).reshape(BLOCK_N, BLOCK_K)

@@ -1,0 +1,269 @@
+"""Linear layers, logits and embeddings on packed weights against exact products, and bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_weights import TURING, exact, quantized, relative_error, split_tuning
+
+from quantd.kernels.gpu import linear as layers
+from quantd.kernels.gpu.dequantize import embedding
+from quantd.kernels.gpu.gemv import gemv
+from quantd.kernels.gpu.inputs import prepare
+from quantd.kernels.gpu.linear import linear, logits
+from quantd.kernels.gpu.split_k import Finish
+from quantd.kernels.gpu.tiled import shape_of
+from quantd.kernels.gpu.tuning import Tuning, gpu_of
+from quantd.kernels.gpu.weights import Kind, pack, plane_bits
+from quantd.kernels.weights import DenseWeight, QuantizedWeight, Weight
+from quantd.quant.checkpoint import open_checkpoint
+
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1.5e-3}
+
+
+@pytest.fixture(autouse=True)
+def seed(poisoned_outputs: None) -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def tuning(gpu_device: str) -> Tuning:
+    return Tuning(gpu_of(torch.device(gpu_device)))
+
+
+def check(weight: Weight, num_rows: int, dtype: torch.dtype, tuning: Tuning, device: str) -> None:
+    """linear gives the exact result, but for rounding."""
+    n, k = weight.shape
+    x, bias = torch.randn(num_rows, k).to(dtype), torch.randn(n)
+    out = linear(x.to(device), pack(weight, bias, device, dtype), tuning)
+    assert out.dtype == dtype
+    assert relative_error(out, exact(x.float(), weight, bias)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(("group_size", "k"), [(128, 300), (64, 128), (32, 75), (16, 48), (75, 75)])
+def test_every_layout(bits: int, group_size: int, k: int, tuning: Tuning, gpu_device: str) -> None:
+    check(quantized(37, k, bits, group_size), 3, torch.float32, tuning, gpu_device)
+
+
+@pytest.mark.parametrize("bits", [1, 5, 6, 7])
+def test_bits_between(bits: int, tuning: Tuning, gpu_device: str) -> None:
+    check(quantized(19, 130, bits, 64), 2, torch.float32, tuning, gpu_device)
+
+
+@pytest.mark.parametrize("group_size", [1, 7, 24, 48, 100])
+def test_odd_group_sizes(group_size: int, tuning: Tuning, gpu_device: str) -> None:
+    check(quantized(17, 130, 4, group_size, perm=True), 2, torch.float32, tuning, gpu_device)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_half_precision(bits: int, symmetric: bool, tuning: Tuning, gpu_device: str) -> None:
+    weight = quantized(37, 256, bits, 128, symmetric=symmetric)
+    check(weight, 3, torch.float16, tuning, gpu_device)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_rows", [1, 17, 33, 129])
+def test_any_number_of_rows(num_rows: int, dtype: torch.dtype, tuning: Tuning, gpu_device: str) -> None:
+    check(quantized(37, 128, 4, 64, perm=True), num_rows, dtype, tuning, gpu_device)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_plain_weights(dtype: torch.dtype, tuning: Tuning, gpu_device: str) -> None:
+    check(DenseWeight(torch.randn(33, 70).to(dtype)), 5, dtype, tuning, gpu_device)
+
+
+@pytest.mark.parametrize(
+    "name", ["4b-g32-sym-desc", "3b-g32-sym", "8b-gm1-asym", "4b-g32-v2", "w8a8-dynamic"]
+)
+def test_checkpoints_of_other_tools(
+    name: str, fixture_folders: dict[str, Path], tuning: Tuning, gpu_device: str
+) -> None:
+    (folder,) = (folder for key, folder in fixture_folders.items() if key.endswith(name))
+    checkpoint = open_checkpoint(folder)
+    module, shape = "model.layers.1.mlp.down_proj", (128, 256)
+    weight = checkpoint.linear(module, shape)
+    assert isinstance(weight, QuantizedWeight)
+    for dtype in TOLERANCE:
+        check(weight, 2, dtype, tuning, gpu_device)
+
+
+WEIGHTS: dict[str, Weight] = {
+    "symmetric": quantized(37, 192, 4, 64, symmetric=True),
+    "offset, act-order, planes": quantized(37, 192, 3, 64, perm=True),
+    "one scale": quantized(37, 192, 8, 192),
+    "int8 inputs": quantized(37, 192, 8, 192, input_bits=8),
+    "int8 inputs, groups": quantized(37, 192, 4, 64, perm=True, input_bits=8),
+    "plain": DenseWeight(torch.randint(-2000, 2000, (37, 192)) / 512),
+}
+
+
+def rows_to_compare(num_rows: int, device: str, dtype: torch.dtype) -> torch.Tensor:
+    """Inputs [num_rows, 192] whose outputs show in which order blocks of 64 inputs are added.
+
+    Within a block the interpreter adds as the BLAS library pleases, by the shape of the whole product, so
+    there every sum in a block is exact, and only those over blocks are rounded.
+    """
+    if device == "cuda":
+        return torch.randn(num_rows, 192, device=device).to(dtype)
+    magnitude = 2.0 ** (4 * (torch.arange(192) // 64) - 8)
+    return (torch.randint(-8, 9, (num_rows, 192)) * magnitude).to(dtype)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_row_does_not_depend_on_its_company(name: str, gpu_device: str) -> None:
+    dtype, bias = torch.float16 if name == "symmetric" else torch.float32, torch.randn(37)
+    weight = pack(WEIGHTS[name], bias, gpu_device, dtype)
+    tuning = split_tuning(shape_of(weight, dtype), splits=3)
+    x = rows_to_compare(130, gpu_device, dtype)
+    whole = linear(x, weight, tuning, same_bits=True)
+    assert relative_error(whole, exact(x.cpu().float(), WEIGHTS[name], bias)) < TOLERANCE[dtype]
+    for num_rows in (1, 2, 7, 32, 33, 128):
+        assert torch.equal(linear(x[:num_rows], weight, tuning, same_bits=True), whole[:num_rows]), num_rows
+    assert torch.equal(linear(x[-7:], weight, tuning, same_bits=True), whole[-7:])
+
+
+def test_rows_up_to_128_have_the_same_bits_unasked(gpu_device: str, tuning: Tuning) -> None:
+    weight = pack(WEIGHTS["symmetric"], None, gpu_device, torch.float16)
+    x = rows_to_compare(128, gpu_device, torch.float16)
+    whole = linear(x, weight, tuning)
+    for i in (0, 127):
+        assert torch.equal(linear(x[i : i + 1], weight, tuning)[0], whole[i])
+
+
+def test_a_large_matrix_is_dequantized_in_parts(
+    monkeypatch: pytest.MonkeyPatch, tuning: Tuning, gpu_device: str
+) -> None:
+    monkeypatch.setattr(layers, "_WORKSPACE_BYTES", 40 * 128 * 4)  # 32 outputs, whole strips
+    check(quantized(100, 128, 4, 32), 130, torch.float32, tuning, gpu_device)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("name", ["offset, act-order, planes", "one scale", "plain"])
+def test_without_tensor_cores(name: str, num_rows: int, gpu_device: str) -> None:
+    check(WEIGHTS[name], num_rows, torch.float16, Tuning(TURING), gpu_device)
+    weight, x = WEIGHTS[name], torch.randn(num_rows, 192).half()
+    on_gpu = pack(weight, None, gpu_device, torch.float16)
+    out = logits(x.to(gpu_device), on_gpu, Tuning(TURING), 0.5, 30.0)
+    assert relative_error(out, 30 * torch.tanh(exact(x.float(), weight) / 60)) < TOLERANCE[torch.float16]
+
+
+def test_same_bits_without_tensor_cores(gpu_device: str) -> None:
+    weight = pack(WEIGHTS["symmetric"], torch.randn(37), gpu_device, torch.float16)
+    x, tuning = rows_to_compare(4, gpu_device, torch.float16), Tuning(TURING)
+    whole = linear(x, weight, tuning, same_bits=True)
+    for i in range(4):
+        assert torch.equal(linear(x[i : i + 1], weight, tuning)[0], whole[i])
+
+
+def test_int8_inputs_without_tensor_cores(gpu_device: str) -> None:
+    weight, bias = WEIGHTS["int8 inputs"], torch.randn(37)
+    on_gpu = pack(weight, bias, gpu_device, torch.float16, int8_dots=False)
+    for num_rows in (1, 3):
+        x = torch.randn(num_rows, 192).half()
+        out = linear(x.to(gpu_device), on_gpu, Tuning(TURING))
+        assert relative_error(out, exact(x.float(), weight, bias)) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_bfloat16_codes_are_exact(bits: int, gpu_device: str) -> None:
+    """Through the kernel without tensor cores: the interpreter has no dot of bfloat16."""
+    weight = quantized(37, 128, bits, 64, symmetric=True)
+    on_gpu = pack(weight, None, gpu_device, torch.bfloat16)
+    chosen = torch.tensor([0, 15, 77, 127])
+    x = torch.zeros(4, 128, dtype=torch.bfloat16)
+    x[range(4), chosen] = 1.0
+    out = gemv(prepare(x.to(gpu_device), on_gpu), on_gpu, Finish(torch.float32), 1)
+    assert torch.equal(out.cpu(), weight.dequantize()[:, chosen].T)
+
+
+@pytest.mark.parametrize("name", ["offset, act-order, planes", "plain"])
+@pytest.mark.parametrize(("scale", "softcap"), [(0.3, 0.0), (1.0, 5.0)])
+def test_logits(name: str, scale: float, softcap: float, gpu_device: str) -> None:
+    weight, bias, x = WEIGHTS[name], torch.randn(37), torch.randn(3, 192).half()
+    on_gpu = pack(weight, bias, gpu_device, torch.float16)
+    for splits in (1, 3):
+        tuning = split_tuning(shape_of(on_gpu, torch.float16), splits)
+        out = logits(x.to(gpu_device), on_gpu, tuning, scale, softcap)
+        expected = exact(x.float(), weight, bias) * scale
+        expected = softcap * torch.tanh(expected / softcap) if softcap else expected
+        assert out.dtype == torch.float32
+        assert relative_error(out, expected) < 2e-3
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("perm", [False, True])
+def test_embedding_rows_are_the_weights(bits: int, perm: bool, gpu_device: str) -> None:
+    weight = quantized(37, 75, bits, 64 if perm else 16, symmetric=True, perm=perm)
+    ids = torch.tensor([36, 0, 17, 17], dtype=torch.int32)
+    out = embedding(ids.to(gpu_device), pack(weight, None, gpu_device, torch.float16), 1.5)
+    assert out.dtype == torch.float32
+    assert torch.equal(out.cpu(), weight.dequantize()[ids] * 1.5)
+
+
+def test_embedding_of_plain_weights_and_of_no_tokens(gpu_device: str) -> None:
+    values = torch.randn(20, 70).half()
+    on_gpu = pack(DenseWeight(values), None, gpu_device, torch.float16)
+    ids = torch.tensor([19, 0, 3], dtype=torch.int32)
+    assert torch.equal(embedding(ids.to(gpu_device), on_gpu, 2.0).cpu(), values[ids].float() * 2)
+    codes = pack(quantized(20, 64, 4, 32), None, gpu_device, torch.float16)
+    assert embedding(ids[:0].to(gpu_device), codes).shape == (0, 64)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["symmetric", "one scale", "int8 inputs", "plain"])
+def test_what_is_not_finite_stays_so_in_its_row(
+    name: str, bad: float, tuning: Tuning, gpu_device: str
+) -> None:
+    weight = pack(WEIGHTS[name], None, gpu_device, torch.float32)
+    x = torch.randn(3, 192)
+    x[1, 40] = bad
+    out = linear(x.to(gpu_device), weight, tuning, same_bits=True)
+    assert not torch.isfinite(out[1]).any()
+    assert torch.isfinite(out[::2]).all()
+
+
+def test_inputs_need_not_be_contiguous_and_may_be_none(tuning: Tuning, gpu_device: str) -> None:
+    weight = quantized(20, 64, 4, 32)
+    on_gpu = pack(weight, None, gpu_device, torch.float32)
+    x = torch.randn(64, 5).T
+    assert relative_error(linear(x.to(gpu_device), on_gpu, tuning), exact(x, weight)) < 1e-6
+    assert linear(x[:0].to(gpu_device), on_gpu, tuning).shape == (0, 20)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group_size", "bits_a_weight"),
+    [
+        (4, 128, 4 + 16 / 128),
+        (3, 128, 3 + 16 / 128),
+        (2, 64, 2 + 16 / 64),
+        (8, 512, 8 + 16 / 512),
+        (6, 32, 6.5),
+    ],
+)
+def test_memory(bits: int, group_size: int, bits_a_weight: float) -> None:
+    weight = pack(quantized(48, 512, bits, group_size, symmetric=True), None, "cpu", torch.float16)
+    assert weight.shape == (48, 512) and weight.kind is Kind.PACKED
+    assert weight.nbytes == 48 * 512 * bits_a_weight / 8
+    assert weight.low.is_contiguous() and weight.low.data_ptr() % 16 == 0
+
+
+def test_planes_fill_words() -> None:
+    for bits in range(1, 9):
+        for block_k in (16, 32, 64, 128):
+            low, high = plane_bits(bits, block_k)
+            assert bits <= low + high <= 8
+            assert all(width * block_k % 64 == 0 for width in (low, high))
+
+
+def test_one_more_weight_changes_no_other(tuning: Tuning, gpu_device: str) -> None:
+    """Outputs stand in strips of sixteen; the last is padded."""
+    weight, x = quantized(33, 64, 4, 32), torch.randn(2, 64)
+    fewer = QuantizedWeight(weight.codes[:32], weight.scale[:32], weight.offset[:32], 4, 32)
+    outs = [
+        linear(x.to(gpu_device), pack(w, None, gpu_device, torch.float32), tuning) for w in (weight, fewer)
+    ]
+    assert torch.equal(outs[0][:, :32], outs[1])
