@@ -79,15 +79,16 @@ def _plane_tile(
 ):
     """(field << PLACE) - CENTER of a plane of BITS bits -> DTYPE [BLOCK_N, BLOCK_K]."""
     LANE_WORDS: tl.constexpr = BLOCK_K * BITS // 64
-    WORDS: tl.constexpr = min(LANE_WORDS, 4)  # of a load
+    WORDS: tl.constexpr = LANE_WORDS if LANE_WORDS < 4 else 4  # of a load
     UNITS: tl.constexpr = LANE_WORDS // WORDS
-    STEPS: tl.constexpr = min(16 // BITS, BLOCK_K // 16)  # of 16 inputs, within a unit
+    FIELDS: tl.constexpr = 16 // BITS
+    STEPS: tl.constexpr = FIELDS if BLOCK_K // 16 > FIELDS else BLOCK_K // 16  # of 16 inputs, within a unit
     tile, lane = _lanes(first_row, block, N, num_blocks, BLOCK_N)
     unit = tl.arange(0, UNITS)[:, None] * (32 * WORDS)
     at = tile[None, :] * (32 * LANE_WORDS) + unit + lane[None, :] * WORDS
     words = tl.load(plane + at[:, :, None] + tl.arange(0, WORDS)[None, None, :])
     # Axes: unit, lanes, word, half, field; the last three hold what lanes do not tell apart.
-    values = _fields(words, 0, 1, BITS, PLACE, CENTER, DTYPE)
+    values = _fields(words, BITS, PLACE, CENTER, DTYPE)
     values = values.reshape(
         UNITS,
         BLOCK_N // 16,
@@ -106,6 +107,29 @@ def _plane_tile(
 @triton.jit
 def _fields(
     words,
+    BITS: tl.constexpr,
+    PLACE: tl.constexpr,
+    CENTER: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """All fields of each half word -> [..., half, the fields in order, as axes of 2]."""
+    if BITS == 8:
+        fields = _2_fields(words, 0, 1, BITS, PLACE, CENTER, DTYPE)
+    elif BITS == 4:
+        fields = _4_fields(words, 0, 1, BITS, PLACE, CENTER, DTYPE)
+    elif BITS == 2:
+        fields = _8_fields(words, 0, 1, BITS, PLACE, CENTER, DTYPE)
+    else:
+        fields = tl.join(
+            _8_fields(words, 0, 2, BITS, PLACE, CENTER, DTYPE),
+            _8_fields(words, 1, 2, BITS, PLACE, CENTER, DTYPE),
+        )
+    return fields
+
+
+@triton.jit
+def _8_fields(
+    words,
     FIRST: tl.constexpr,
     STEP: tl.constexpr,
     BITS: tl.constexpr,
@@ -113,15 +137,45 @@ def _fields(
     CENTER: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Fields FIRST, FIRST + STEP, ... of each half word -> [..., half, fields in order, as axes of 2]."""
-    if STEP * BITS >= 16:
-        fields = _field(words, FIRST * BITS, BITS, PLACE, CENTER, DTYPE)
-    else:
-        fields = tl.join(
-            _fields(words, FIRST, 2 * STEP, BITS, PLACE, CENTER, DTYPE),
-            _fields(words, FIRST + STEP, 2 * STEP, BITS, PLACE, CENTER, DTYPE),
-        )
-    return fields
+    """Fields FIRST, FIRST + STEP, ..., 8 of them, as in _fields."""
+    return tl.join(
+        _4_fields(words, FIRST, 2 * STEP, BITS, PLACE, CENTER, DTYPE),
+        _4_fields(words, FIRST + STEP, 2 * STEP, BITS, PLACE, CENTER, DTYPE),
+    )
+
+
+@triton.jit
+def _4_fields(
+    words,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    BITS: tl.constexpr,
+    PLACE: tl.constexpr,
+    CENTER: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Fields FIRST, FIRST + STEP, ..., 4 of them, as in _fields."""
+    return tl.join(
+        _2_fields(words, FIRST, 2 * STEP, BITS, PLACE, CENTER, DTYPE),
+        _2_fields(words, FIRST + STEP, 2 * STEP, BITS, PLACE, CENTER, DTYPE),
+    )
+
+
+@triton.jit
+def _2_fields(
+    words,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    BITS: tl.constexpr,
+    PLACE: tl.constexpr,
+    CENTER: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """Fields FIRST, FIRST + STEP, ..., 2 of them, as in _fields."""
+    return tl.join(
+        _field(words, FIRST * BITS, BITS, PLACE, CENTER, DTYPE),
+        _field(words, (FIRST + STEP) * BITS, BITS, PLACE, CENTER, DTYPE),
+    )
 
 
 @triton.jit
