@@ -8,6 +8,7 @@ from quantd.engine.config import EngineConfig
 from quantd.engine.errors import RequestError
 from quantd.engine.machine import available_memory
 from quantd.engine.models.spec import DecoderSpec
+from quantd.engine.shard import head_shares
 from quantd.engine.split import World, ends_in_layers, plan_world, stage_memory
 from quantd.kernels.machine import physical_cores
 
@@ -21,7 +22,9 @@ def plan_ranks(config: EngineConfig, spec: DecoderSpec, weight_bytes: int) -> Wo
     free = _gpu_memory(config)
     num_layers = len(spec.layers)
     if not free:
-        return plan_world(config.tp, config.split, num_layers, (1.0, 1.0), 0)
+        world = plan_world(config.tp, config.split, num_layers, (1.0, 1.0), 0)
+        head_shares(spec.heads, world.tp)
+        return world
     vocabulary = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
     ends = ends_in_layers(vocabulary, weight_bytes, num_layers)
     world = plan_world(config.tp, config.split, num_layers, stage_memory(free, config.tp), ends)

@@ -44,7 +44,7 @@ class Ranks:
         self._answers: SimpleQueue[FromRank] = SimpleQueue()
         self._ended = threading.Event()
         self._lock = threading.Lock()
-        self._reason = ""
+        self._reason: str | None = None
         self._store = os.memfd_create("quantd-ranks")
         self._processes = [_RankProcess(rank, self._store, self._hear) for rank in range(1, world.size)]
         for process in self._processes:
@@ -77,13 +77,13 @@ class Ranks:
         """
         if isinstance(error, RankError):
             self._ended.wait(_NEWS_SECONDS)
-        if self._ended.is_set():
+        if self._reason is not None:
             return RankError(self._reason)
-        return error if isinstance(error, RankError) else RankError(f"a step failed on rank 0: {error}")
+        return RankError(str(error) if isinstance(error, RankError) else f"rank 0: {error}")
 
     def close(self) -> None:
-        """End all ranks and wait for their end."""
-        self._ended.set()
+        """End all ranks and wait for their end, which is no failure then."""
+        self._reason = "the ranks were closed"
         for process in self._processes:
             process.close()
         os.close(self._store)
@@ -99,11 +99,11 @@ class Ranks:
     def _hear(self, message: FromRank) -> None:
         if isinstance(message, Failed):
             with self._lock:
-                if self._ended.is_set():
+                if self._reason is not None:
                     return
                 self._reason = message.message
-                self._ended.set()
             self._fail(message)
+            self._ended.set()
         self._answers.put(message)
 
 

@@ -4,8 +4,10 @@ import pytest
 from fakes import FATAL_TOKEN, FakeRunner, continuation, make_info, make_request
 
 from quantd.engine.config import EngineConfig
+from quantd.engine.errors import RankError
 from quantd.engine.loop import EngineLoop
 from quantd.engine.messages import Abort, Add, Events, FromEngine, GetStats, Stats, ToEngine
+from quantd.engine.plan import Plan, StepOutput
 from quantd.engine.request import TokenEvent
 from quantd.engine.scheduler import Scheduler
 
@@ -74,3 +76,16 @@ def test_two_failed_steps_in_a_row_end_the_loop_after_telling_the_requests() -> 
         harness.step(Add(make_request("b", [2, FATAL_TOKEN])))
     (event,) = events(harness.sent)
     assert (event.request_id, event.finish_reason) == ("b", "error")
+
+
+def test_lost_ranks_end_the_loop_at_once() -> None:
+    class LostRanks(FakeRunner):
+        def run(self, plan: Plan) -> StepOutput:
+            raise RankError("rank 1 was ended by SIGKILL")
+
+    harness = Harness()
+    harness.loop.runner = LostRanks(make_info())
+    with pytest.raises(RankError):
+        harness.step(Add(make_request("a", [1])))
+    (event,) = events(harness.sent)
+    assert event.error == "the step failed: rank 1 was ended by SIGKILL"

@@ -10,7 +10,8 @@ import pytest
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError
 from quantd.engine.machine import available_memory
-from quantd.engine.memory import plan_blocks, reserve
+from quantd.engine.memory import plan_blocks, plan_rank_blocks, reserve
+from quantd.engine.rank_messages import RankLoaded
 from quantd.kernels.machine import physical_cores
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -118,3 +119,23 @@ def test_hyperthreads_share_a_core(tmp_path: Path) -> None:
         siblings = {f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": "0-999\n"}
         write(tmp_path, siblings)
     assert physical_cores(tmp_path / "sys") == 1
+
+
+def rank(device: str, block_bytes: int, available: int) -> RankLoaded:
+    return RankLoaded(device=device, weight_bytes=0, block_bytes=block_bytes, available=available)
+
+
+def test_ranks_on_one_device_share_what_it_has_left() -> None:
+    one = plan_rank_blocks(config(), 1 << 20, [rank("cpu", 3000, 8 << 30)])
+    two = plan_rank_blocks(config(), 1 << 20, [rank("cpu", 2000, 9 << 30), rank("cpu", 1000, 8 << 30)])
+    assert one == two == plan_blocks(config(), 1 << 20, 3000, 8 << 30)
+
+
+def test_the_device_with_the_least_room_decides() -> None:
+    ranks = [rank("cuda:0", 1000, 24 << 30), rank("cuda:1", 3000, 24 << 30), rank("cuda:2", 1000, 12 << 30)]
+    assert plan_rank_blocks(config(), 1 << 20, ranks) == plan_blocks(config(), 1 << 20, 3000, 24 << 30)
+
+
+def test_kv_memory_is_that_of_all_ranks_together() -> None:
+    ranks = [rank("cuda:0", 1000, 24 << 30), rank("cuda:1", 3000, 24 << 30)]
+    assert plan_rank_blocks(config(kv_memory=40_000), 1 << 20, ranks) == 10
