@@ -41,8 +41,11 @@ TORCH_FREE = {
         "messages",
         "plan",
         "prefix_cache",
+        "rank_messages",
+        "ranks",
         "request",
         "scheduler",
+        "split",
     },
 }
 SOURCES = {

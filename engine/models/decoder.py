@@ -39,9 +39,9 @@ class Decoder:
         self.weights = weights
         self.ops = ops
         self.part = part or Part(range(len(spec.layers)))
-        self.heads = head_shares(spec.heads, group.size)[self.part.rank].shape(spec.heads.head_dim)
+        self.heads = head_shares(spec.heads, self.part.size)[self.part.rank].shape(spec.heads.head_dim)
         self._group = group
-        self._words = output_shares(spec.vocab_size, group.size)
+        self._words = output_shares(spec.vocab_size, self.part.size)
         following = [layer.attention_norm for layer in weights.layers[1:]]
         # The norm before a layer is computed together with the sum behind the one above it.
         self._next_norms = (*following, weights.final_norm)
@@ -100,7 +100,7 @@ class Decoder:
     def _embed(self, token_ids: Tensor) -> Tensor:
         """[M, H]. Each rank looks up the words that it has."""
         ops, embedding, scale = self.ops, self.weights.embedding, self.spec.embedding_scale
-        if self._group.size == 1:
+        if self.part.size == 1:
             return ops.embedding(token_ids, embedding, scale)
         words = self._words[self.part.rank]
         mine = (token_ids >= words.start) & (token_ids < words.stop)
