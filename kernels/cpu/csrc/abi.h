@@ -66,8 +66,7 @@ typedef struct {
 } qd_copy_args;
 
 /* out = (x @ weight.T + bias) * scale, softcapped where softcap > 0. norm, if any, is run first and its out is x;
- * glu, if any, is run on the result. fine: inputs that are rounded to INT8 are so twice, the second time what the first
- * left, which leaves about 1 / 64000 of a block's largest; not together with glu. */
+ * glu, if any, is run on the result. fine: inputs that would be rounded to INT8 per 32 are rounded to INT16 instead. */
 typedef struct {
   const qd_weight *weight;
   const float *x;

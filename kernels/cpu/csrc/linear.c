@@ -18,33 +18,32 @@ typedef struct {
   qd_rows own;
 } parts;
 
-/* Prepared rows for each token: its inputs, and with `fine` what rounding them left. */
-static long rows_per_token(const qd_linear_args *a) { return a->fine && a->weight->inputs ? 2 : 1; }
-static long total_rows(const qd_linear_args *a, const qd_step *step) { return rows_per_token(a) * step->num_tokens; }
+static int is_fine(const qd_linear_args *a) { return a->fine && a->weight->inputs == QD_INT8_BLOCKS; }
 
 static long float_row_bytes(const qd_weight *w) { return weight_blocks(w) * BLOCK * (long)sizeof(float); }
 
-static parts parts_of(const qd_weight *w, uint8_t *scratch) {
-  long row = float_row_bytes(w);
+static parts parts_of(const qd_linear_args *a, uint8_t *scratch) {
+  long row = float_row_bytes(a->weight);
   parts p = {.tile = scratch, .out = (float *)(void *)(scratch + MATMUL_SCRATCH)};
   p.row = p.out + MATMUL_ROWS * LANES;
   p.normed = p.row + row / 4;
   p.sum = p.normed + row / 4;
-  p.own = rows_at((uint8_t *)p.sum + row, 1, weight_blocks(w));
+  p.own = rows_at((uint8_t *)p.sum + row, 1, weight_blocks(a->weight), is_fine(a));
   return p;
 }
 
 static long scratch_bytes(const void *args, const qd_step *step) {
-  const qd_weight *w = ((const qd_linear_args *)args)->weight;
+  const qd_linear_args *a = args;
+  const qd_weight *w = a->weight;
   (void)step;
   return MATMUL_SCRATCH + MATMUL_ROWS * LANES * 4 + 3 * float_row_bytes(w) +
-         rows_bytes(1, weight_blocks(w), w->inputs);
+         rows_bytes(1, weight_blocks(w), w->inputs, is_fine(a));
 }
 
 static long shared_bytes(const void *args, const qd_step *step, int num_threads) {
   const qd_linear_args *a = args;
   (void)num_threads;
-  return rows_bytes(total_rows(a, step), weight_blocks(a->weight), a->weight->inputs);
+  return rows_bytes(step->num_tokens, weight_blocks(a->weight), a->weight->inputs, is_fine(a));
 }
 
 static void quantize_row(const qd_weight *w, const float *x, const qd_rows *rows, long to) {
@@ -52,8 +51,8 @@ static void quantize_row(const qd_weight *w, const float *x, const qd_rows *rows
   if (w->inputs == QD_INT8_ROWS) rows_quantize_whole(rows, to, x);
 }
 
-/* Row `to` of rows from x: permuted, padded with zeros to whole blocks, rounded. Returns it as it was before. */
-static const float *prepare_row(const qd_weight *w, const float *x, const qd_rows *rows, long to, float *row) {
+/* Row `to` of rows from x: permuted, padded with zeros to whole blocks, rounded. */
+static void prepare_row(const qd_weight *w, const float *x, const qd_rows *rows, long to, float *row) {
   float *target = w->inputs ? row : rows->x + to * rows->blocks * BLOCK;
   if (w->perm)
     for (long k = 0; k < w->k; k++) target[k] = x[w->perm[k]];
@@ -63,25 +62,12 @@ static const float *prepare_row(const qd_weight *w, const float *x, const qd_row
     target = (float *)x;
   for (long k = w->k; k < rows->blocks * BLOCK; k++) target[k] = 0.0f;
   quantize_row(w, target, rows, to);
-  return target;
-}
-
-/* The row behind `to`: what rounding x to that one left. */
-static void prepare_rest(const qd_weight *w, const float *x, const qd_rows *rows, long to, float *row) {
-  for (long b = 0; b < rows->blocks; b++) {
-    qd_row_block rounded = row_block(rows, rows->tile, to, b);
-    for (long i = 0; i < BLOCK; i += LANES) {
-      v16 back = v_mul(v_load_i8(rounded.q + i), v_set1(*rounded.scale));
-      v_store(row + BLOCK * b + i, v_sub(v_load(x + BLOCK * b + i), back));
-    }
-  }
-  quantize_row(w, row, rows, to + 1);
 }
 
 static void enter(const void *args, const qd_step *step, qd_thread *thread) {
   const qd_linear_args *a = args;
-  if (total_rows(a, step) != 1) return;
-  parts p = parts_of(a->weight, thread->scratch);
+  if (step->num_tokens != 1) return;
+  parts p = parts_of(a, thread->scratch);
   const float *x = a->x;
   if (a->norm) {
     norm_row(a->norm, 0, p.normed, p.sum);
@@ -98,8 +84,8 @@ static void keep_norm(const qd_norm_args *norm, const parts *p) {
 
 static void prepare_chunk(const qd_linear_args *a, const qd_step *step, long index, qd_thread *thread) {
   const qd_weight *w = a->weight;
-  parts p = parts_of(w, thread->scratch);
-  qd_rows rows = rows_at(thread->shared, total_rows(a, step), weight_blocks(w));
+  parts p = parts_of(a, thread->scratch);
+  qd_rows rows = rows_at(thread->shared, step->num_tokens, weight_blocks(w), is_fine(a));
   long last = min_long(step->num_tokens, (index + 1) * ROWS_PER_CHUNK);
   for (long m = index * ROWS_PER_CHUNK; m < last; m++) {
     const float *x = a->x + m * w->k;
@@ -108,9 +94,7 @@ static void prepare_chunk(const qd_linear_args *a, const qd_step *step, long ind
       norm_row(a->norm, m, out, a->norm->residual ? a->norm->sum + m * a->norm->width : NULL);
       x = out;
     }
-    long to = m * rows_per_token(a);
-    x = prepare_row(w, x, &rows, to, p.row);
-    if (rows_per_token(a) == 2) prepare_rest(w, x, &rows, to, p.row);
+    prepare_row(w, x, &rows, m, p.row);
   }
 }
 
@@ -118,14 +102,12 @@ static void finish(const qd_linear_args *a, long panel, long first, long num_row
   const qd_weight *w = a->weight;
   long n = LANES * panel, columns = min_long(LANES, w->n - n);
   v16 bias = w->bias ? v_load_n(w->bias + n, columns) : v_zero(), scale = v_set1(a->scale);
-  long step = rows_per_token(a);
-  for (long r = 0; r < num_rows; r += step) {
+  for (long r = 0; r < num_rows; r++) {
     v16 y = v_load(results + LANES * r);
-    if (step == 2) y = v_add(y, v_load(results + LANES * (r + 1)));
     if (w->bias) y = v_add(y, bias);
     if (a->scale != 1.0f) y = v_mul(y, scale);
     if (a->softcap > 0.0f) y = v_mul(v_tanh(v_div(y, v_set1(a->softcap))), v_set1(a->softcap));
-    v_store_n(a->out + (first + r) / step * w->n + n, y, columns);
+    v_store_n(a->out + (first + r) * w->n + n, y, columns);
   }
 }
 
@@ -156,10 +138,10 @@ static void multiply_chunk(const qd_linear_args *a, const qd_step *step, long in
   long panels = divided_panels(a), per_chunk = panels_per_chunk(a, thread->num_threads);
   long panel_chunks = ceil_div(panels, per_chunk), first = index / panel_chunks * MATMUL_ROWS;
   long panel = index % panel_chunks * per_chunk, last = min_long(panels, panel + per_chunk);
-  long all_rows = total_rows(a, step), num_rows = min_long(MATMUL_ROWS, all_rows - first);
-  parts p = parts_of(a->weight, thread->scratch);
+  long all_rows = step->num_tokens, num_rows = min_long(MATMUL_ROWS, all_rows - first);
+  parts p = parts_of(a, thread->scratch);
   qd_rows rows = p.own;
-  if (all_rows > 1) rows = rows_at(thread->shared, all_rows, weight_blocks(a->weight));
+  if (all_rows > 1) rows = rows_at(thread->shared, all_rows, weight_blocks(a->weight), is_fine(a));
   if (a->norm && all_rows == 1 && index == 0) keep_norm(a->norm, &p);
   multiply(a, &rows, first, num_rows, panel, last, &p);
   if (!a->glu) return;
@@ -169,8 +151,8 @@ static void multiply_chunk(const qd_linear_args *a, const qd_step *step, long in
 
 static long num_chunks(const void *args, const qd_step *step, int phase, int num_threads) {
   const qd_linear_args *a = args;
-  if (phase == 0) return total_rows(a, step) == 1 ? 0 : ceil_div(step->num_tokens, ROWS_PER_CHUNK);
-  return ceil_div(divided_panels(a), panels_per_chunk(a, num_threads)) * ceil_div(total_rows(a, step), MATMUL_ROWS);
+  if (phase == 0) return step->num_tokens == 1 ? 0 : ceil_div(step->num_tokens, ROWS_PER_CHUNK);
+  return ceil_div(divided_panels(a), panels_per_chunk(a, num_threads)) * ceil_div(step->num_tokens, MATMUL_ROWS);
 }
 
 static void chunk(const void *args, const qd_step *step, int phase, long index, qd_thread *thread) {

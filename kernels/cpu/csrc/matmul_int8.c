@@ -1,4 +1,4 @@
-/* Codes times INT8 rows. One or two rows multiply codes as they are unpacked; more rows share a tile that is unpacked
+/* Codes times INT8 rows, or `fine` ones of INT16. One or two rows multiply codes as they are unpacked; more rows share a tile that is unpacked
  * to one code a byte and fp32 scales once. */
 #include "matmul.h"
 #include "weights.h"
@@ -14,6 +14,20 @@
 INLINE long tile_block_bytes(int planes, int parts) { return planes * PLANE_BYTES + parts * 2 * LANES * 4; }
 
 /* Sums over a block of codes as they lie in memory, for each output and each of num_rows rows (a constant). */
+INLINE void packed_dots_fine(int num_rows, int bits, const uint8_t *block, const int16_t *x, v16 *sums) {
+  vi16 sum[MAX_FEW];
+  UNROLL
+  for (int r = 0; r < num_rows; r++) sum[r] = vi_set1(0);
+  UNROLL
+  for (int c = 0; c < CHUNKS; c++) {
+    paired q = codes_pair(block_chunk(bits, block, c));
+    UNROLL
+    for (int r = 0; r < num_rows; r++) sum[r] = paired_dot_add(sum[r], q, x + BLOCK * r + 4 * c);
+  }
+  UNROLL
+  for (int r = 0; r < num_rows; r++) sums[r] = vi_float(sum[r]);
+}
+
 INLINE void packed_dots(int num_rows, int bits, const uint8_t *block, const int8_t *x, v16 *sums) {
   dot low[MAX_FEW], high[MAX_FEW];
   int split = bits == 8 && WIDE_PLANES == 2;
@@ -40,10 +54,9 @@ INLINE v16 accumulate(v16 acc, scales s, v16 sum, float x_scale, float x_sum) {
   return v_fma(s.offset, v_set1(x_sum), acc);
 }
 
-
 /* num_rows (a constant) rows from `row` on, in groups of `group`. Scales cover whole blocks here. */
-INLINE void few_rows(int num_rows, long group, const qd_weight *w, int bits, int header, long panel, const qd_rows *rows,
-                     long row, float *out) {
+INLINE void few_rows(int num_rows, long group, int fine, const qd_weight *w, int bits, int header, long panel,
+                     const qd_rows *rows, long row, float *out) {
   long blocks = rows->blocks, per_header = w->group / BLOCK;
   const uint8_t *block = weight_block(w, bits, panel, 0), *head = weight_header(w, header, panel, 0);
   v16 acc[MAX_FEW], sums[MAX_FEW];
@@ -52,9 +65,12 @@ INLINE void few_rows(int num_rows, long group, const qd_weight *w, int bits, int
   for (long b = 0; b < blocks; head += header_bytes(header)) {
     scales s = header_load(header, head);
     for (long end = min_long(blocks, b + per_header); b < end; b++, block += block_bytes(bits)) {
-      qd_row_block x = row_block(rows, group, row, b);
+      qd_row_block x = row_block(rows, group, fine, row, b);
       for (long i = 0; i < block_bytes(bits); i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i);
-      packed_dots(num_rows, bits, block, x.q, sums);
+      if (fine)
+        packed_dots_fine(num_rows, bits, block, x.q, sums);
+      else
+        packed_dots(num_rows, bits, block, x.q, sums);
       UNROLL
       for (int r = 0; r < num_rows; r++) acc[r] = accumulate(acc[r], s, sums[r], x.scale[r], x.sum[r]);
     }
@@ -92,10 +108,22 @@ INLINE void unpack_tile(const qd_weight *w, int bits, int planes, int parts, lon
   }
 }
 
-/* One part (of `parts`) of a block for num_rows rows (a constant) of a group, from x on. */
-INLINE void tile_part(int num_rows, int planes, int parts, int part, const uint8_t *tile, qd_row_block x, v16 *acc) {
-  int begin = part * CHUNKS / 2, end = parts == 2 ? begin + CHUNKS / 2 : CHUNKS;
-  const float *tile_scales = (const float *)(const void *)(tile + planes * PLANE_BYTES) + 2 * LANES * part;
+INLINE void part_dots_fine(int num_rows, int begin, int end, const uint8_t *tile, const int16_t *x, v16 *sums) {
+  vi16 sum[TILE_ROWS];
+  UNROLL
+  for (int r = 0; r < num_rows; r++) sum[r] = vi_set1(0);
+  UNROLL
+  for (int c = begin; c < end; c++) {
+    paired q = codes_pair(codes_load(tile + CHUNK_BYTES * c));
+    UNROLL
+    for (int r = 0; r < num_rows; r++) sum[r] = paired_dot_add(sum[r], q, x + BLOCK * r + 4 * c);
+  }
+  UNROLL
+  for (int r = 0; r < num_rows; r++) sums[r] = vi_float(sum[r]);
+}
+
+/* Sums over chunks begin .. end - 1 of a block for num_rows rows (a constant). */
+INLINE void part_dots(int num_rows, int planes, int begin, int end, const uint8_t *tile, const int8_t *x, v16 *sums) {
   dot low[TILE_ROWS], high[TILE_ROWS];
   UNROLL
   for (int r = 0; r < num_rows; r++) low[r] = high[r] = dot_zero();
@@ -105,43 +133,57 @@ INLINE void tile_part(int num_rows, int planes, int parts, int part, const uint8
     if (planes == 2) q_high = codes_load(tile + PLANE_BYTES + CHUNK_BYTES * c);
     UNROLL
     for (int r = 0; r < num_rows; r++) {
-      low[r] = dot_add(low[r], q, x.q + BLOCK * r + 4 * c);
-      if (planes == 2) high[r] = dot_add(high[r], q_high, x.q + BLOCK * r + 4 * c);
+      low[r] = dot_add(low[r], q, x + BLOCK * r + 4 * c);
+      if (planes == 2) high[r] = dot_add(high[r], q_high, x + BLOCK * r + 4 * c);
     }
   }
-  scales s = {v_load(tile_scales), v_load(tile_scales + LANES)};
-  const float *x_sum = parts == 2 ? x.half_sum[part] : x.sum;
   UNROLL
   for (int r = 0; r < num_rows; r++) {
     vi16 sum = dot_ints(low[r]);
     if (planes == 2) sum = vi_add(sum, vi_shift4(dot_ints(high[r])));
-    acc[r] = accumulate(acc[r], s, vi_float(sum), x.scale[r], x_sum[r]);
+    sums[r] = vi_float(sum);
   }
 }
 
+/* One part (of `parts`) of a block for num_rows rows (a constant) of a group, from x on. */
+INLINE void tile_part(int num_rows, int fine, int planes, int parts, int part, const uint8_t *tile, qd_row_block x,
+                      v16 *acc) {
+  int begin = part * CHUNKS / 2, end = parts == 2 ? begin + CHUNKS / 2 : CHUNKS;
+  const float *tile_scales = (const float *)(const void *)(tile + planes * PLANE_BYTES) + 2 * LANES * part;
+  v16 sums[TILE_ROWS];
+  if (fine)
+    part_dots_fine(num_rows, begin, end, tile, x.q, sums);
+  else
+    part_dots(num_rows, planes, begin, end, tile, x.q, sums);
+  scales s = {v_load(tile_scales), v_load(tile_scales + LANES)};
+  const float *x_sum = parts == 2 ? x.half_sum[part] : x.sum;
+  UNROLL
+  for (int r = 0; r < num_rows; r++) acc[r] = accumulate(acc[r], s, sums[r], x.scale[r], x_sum[r]);
+}
+
 /* Blocks first..last-1, in tile, of num_rows rows (a constant) of one group of `group` from row on; adds to out. */
-INLINE void tile_rows(int num_rows, long group, int planes, int parts, const uint8_t *tile, long first, long last,
+INLINE void tile_rows(int num_rows, long group, int fine, int planes, int parts, const uint8_t *tile, long first, long last,
                       const qd_rows *rows, long row, float *out) {
   v16 acc[TILE_ROWS];
   UNROLL
   for (int r = 0; r < num_rows; r++) acc[r] = v_load(out + LANES * r);
   for (long b = first; b < last; b++, tile += tile_block_bytes(planes, parts)) {
-    qd_row_block x = row_block(rows, group, row, b);
-    tile_part(num_rows, planes, parts, 0, tile, x, acc);
-    if (parts == 2) tile_part(num_rows, planes, parts, 1, tile, x, acc);
+    qd_row_block x = row_block(rows, group, fine, row, b);
+    tile_part(num_rows, fine, planes, parts, 0, tile, x, acc);
+    if (parts == 2) tile_part(num_rows, fine, planes, parts, 1, tile, x, acc);
   }
   UNROLL
   for (int r = 0; r < num_rows; r++) v_store(out + LANES * r, acc[r]);
 }
 
-INLINE void tile_all_rows(int planes, int parts, const uint8_t *tile, long first, long last, const qd_rows *rows,
+INLINE void tile_all_rows(int fine, int planes, int parts, const uint8_t *tile, long first, long last, const qd_rows *rows,
                           long row, long num_rows, float *out) {
   for (; num_rows >= TILE_ROWS; num_rows -= TILE_ROWS, row += TILE_ROWS, out += LANES * TILE_ROWS)
-    tile_rows(TILE_ROWS, TILE_ROWS, planes, parts, tile, first, last, rows, row, out);
-#define TAIL(n, group)                                                                         \
-  if (n < TILE_ROWS && num_rows >= n) {                                                        \
-    tile_rows(n < TILE_ROWS ? n : 1, group, planes, parts, tile, first, last, rows, row, out); \
-    num_rows -= n, row += n, out += LANES * n;                                                 \
+    tile_rows(TILE_ROWS, TILE_ROWS, fine, planes, parts, tile, first, last, rows, row, out);
+#define TAIL(n, group)                                                                               \
+  if (n < TILE_ROWS && num_rows >= n) {                                                              \
+    tile_rows(n < TILE_ROWS ? n : 1, group, fine, planes, parts, tile, first, last, rows, row, out); \
+    num_rows -= n, row += n, out += LANES * n;                                                       \
   }
   TAIL(4, TILE_ROWS) TAIL(2, TILE_ROWS) TAIL(1, rows->tile)
 #undef TAIL
@@ -150,19 +192,31 @@ INLINE void tile_all_rows(int planes, int parts, const uint8_t *tile, long first
 typedef void tile_kernel(const uint8_t *tile, long first, long last, const qd_rows *rows, long row, long num_rows,
                          float *out);
 
-#define TILE_KERNEL(name, planes, parts)                                                                               \
+#define TILE_KERNEL(name, fine, planes, parts)                                                                               \
   static void name(const uint8_t *tile, long first, long last, const qd_rows *rows, long row, long num_rows,           \
                    float *out) {                                                                                       \
-    tile_all_rows(planes, parts, tile, first, last, rows, row, num_rows, out);                                         \
+    tile_all_rows(fine, planes, parts, tile, first, last, rows, row, num_rows, out);                                   \
   }
-TILE_KERNEL(tile_narrow, 1, 1)
-TILE_KERNEL(tile_narrow_halves, 1, 2)
-TILE_KERNEL(tile_wide, WIDE_PLANES, 1)
-TILE_KERNEL(tile_wide_halves, WIDE_PLANES, 2)
+TILE_KERNEL(tile_narrow, 0, 1, 1)
+TILE_KERNEL(tile_narrow_halves, 0, 1, 2)
+TILE_KERNEL(tile_wide, 0, WIDE_PLANES, 1)
+TILE_KERNEL(tile_wide_halves, 0, WIDE_PLANES, 2)
+TILE_KERNEL(tile_fine, 1, 1, 1)
+TILE_KERNEL(tile_fine_halves, 1, 1, 2)
 
-INLINE void many_rows(const qd_weight *w, int bits, tile_kernel *kernel, long panel, const qd_rows *rows, long first,
+/* Planes of a tile: INT16 rows meet codes of 8 bits as they are. */
+INLINE int tile_planes(int bits, int fine) { return bits == 8 && !fine ? WIDE_PLANES : 1; }
+
+static tile_kernel *kernel_of(int bits, int fine, int parts) {
+  if (fine) return parts == 2 ? tile_fine_halves : tile_fine;
+  if (tile_planes(bits, fine) == 1) return parts == 2 ? tile_narrow_halves : tile_narrow;
+  return parts == 2 ? tile_wide_halves : tile_wide;
+}
+
+INLINE void many_rows(const qd_weight *w, int bits, int planes, long panel, const qd_rows *rows, long first,
                       long num_rows, float *out, uint8_t *tile) {
-  int planes = bits == 8 ? WIDE_PLANES : 1, parts = weight_parts(w);
+  int parts = weight_parts(w);
+  tile_kernel *kernel = kernel_of(bits, rows->fine, parts);
   memset(out, 0, (size_t)(num_rows * LANES) * sizeof(float));
   for (long b = 0; b < rows->blocks; b += TILE_BLOCKS) {
     long last = min_long(rows->blocks, b + TILE_BLOCKS);
@@ -171,34 +225,40 @@ INLINE void many_rows(const qd_weight *w, int bits, tile_kernel *kernel, long pa
   }
 }
 
-INLINE void few_rows_of(int num_rows, long group, const qd_weight *w, int bits, long panel, const qd_rows *rows,
-                        long row, float *out) {
+INLINE void few_rows_of(int num_rows, long group, int fine, const qd_weight *w, int bits, long panel,
+                        const qd_rows *rows, long row, float *out) {
   switch (w->header) {
-    case QD_HALF: few_rows(num_rows, group, w, bits, QD_HALF, panel, rows, row, out); break;
-    case QD_HALF_ZERO: few_rows(num_rows, group, w, bits, QD_HALF_ZERO, panel, rows, row, out); break;
-    case QD_FLOAT: few_rows(num_rows, group, w, bits, QD_FLOAT, panel, rows, row, out); break;
-    default: few_rows(num_rows, group, w, bits, QD_FLOAT_ZERO, panel, rows, row, out);
+    case QD_HALF: few_rows(num_rows, group, fine, w, bits, QD_HALF, panel, rows, row, out); break;
+    case QD_HALF_ZERO: few_rows(num_rows, group, fine, w, bits, QD_HALF_ZERO, panel, rows, row, out); break;
+    case QD_FLOAT: few_rows(num_rows, group, fine, w, bits, QD_FLOAT, panel, rows, row, out); break;
+    default: few_rows(num_rows, group, fine, w, bits, QD_FLOAT_ZERO, panel, rows, row, out);
   }
 }
 
-INLINE void matmul_bits(const qd_weight *w, int bits, tile_kernel *kernel, long panel, const qd_rows *rows, long first,
+INLINE void matmul_rows(const qd_weight *w, int bits, int fine, long panel, const qd_rows *rows, long first,
                         long num_rows, float *out, uint8_t *scratch) {
   if (rows->tile == 1 && weight_parts(w) == 1)
-    few_rows_of(1, 1, w, bits, panel, rows, first, out);
+    few_rows_of(1, 1, fine, w, bits, panel, rows, first, out);
   else if (num_rows == 2 && weight_parts(w) == 1)
-    few_rows_of(2, TILE_ROWS, w, bits, panel, rows, first, out);
+    few_rows_of(2, TILE_ROWS, fine, w, bits, panel, rows, first, out);
   else
-    many_rows(w, bits, kernel, panel, rows, first, num_rows, out, scratch);
+    many_rows(w, bits, tile_planes(bits, fine), panel, rows, first, num_rows, out, scratch);
+}
+
+INLINE void matmul_bits(const qd_weight *w, int bits, long panel, const qd_rows *rows, long first, long num_rows,
+                        float *out, uint8_t *scratch) {
+  if (rows->fine)
+    matmul_rows(w, bits, 1, panel, rows, first, num_rows, out, scratch);
+  else
+    matmul_rows(w, bits, 0, panel, rows, first, num_rows, out, scratch);
 }
 
 void matmul_int8(const qd_weight *w, long panel, const qd_rows *rows, long first, long num_rows, float *out,
                  uint8_t *scratch) {
-  int halves = weight_parts(w) == 2;
-  tile_kernel *narrow = halves ? tile_narrow_halves : tile_narrow, *wide = halves ? tile_wide_halves : tile_wide;
   switch (w->bits) {
-    case 2: matmul_bits(w, 2, narrow, panel, rows, first, num_rows, out, scratch); break;
-    case 3: matmul_bits(w, 3, narrow, panel, rows, first, num_rows, out, scratch); break;
-    case 4: matmul_bits(w, 4, narrow, panel, rows, first, num_rows, out, scratch); break;
-    default: matmul_bits(w, 8, wide, panel, rows, first, num_rows, out, scratch);
+    case 2: matmul_bits(w, 2, panel, rows, first, num_rows, out, scratch); break;
+    case 3: matmul_bits(w, 3, panel, rows, first, num_rows, out, scratch); break;
+    case 4: matmul_bits(w, 4, panel, rows, first, num_rows, out, scratch); break;
+    default: matmul_bits(w, 8, panel, rows, first, num_rows, out, scratch);
   }
 }

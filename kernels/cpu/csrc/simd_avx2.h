@@ -16,6 +16,7 @@ typedef struct { __m256 a, b; } v16;
 typedef struct { __m256i a, b; } vi16;
 typedef vi16 codes;
 typedef vi16 dot;
+typedef struct { vi16 even, odd; } paired;
 
 INLINE v16 v_pair(__m256 a, __m256 b) { return (v16){a, b}; }
 INLINE vi16 vi_pair(__m256i a, __m256i b) { return (vi16){a, b}; }
@@ -102,6 +103,14 @@ INLINE void v_store_i8(int8_t *p, v16 x) {
   _mm_storeu_si128((void *)p, _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
 }
 
+INLINE __m128i order_pairs(__m128i x) { return _mm_shufflehi_epi16(_mm_shufflelo_epi16(x, 0xd8), 0xd8); }
+INLINE void v_store_i16_paired(int16_t *p, v16 x) {
+  __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+  w = _mm256_permute4x64_epi64(w, 0xd8);
+  _mm_storeu_si128((void *)p, order_pairs(_mm256_castsi256_si128(w)));
+  _mm_storeu_si128((__m128i *)(void *)p + 1, order_pairs(_mm256_extracti128_si256(w, 1)));
+}
+
 INLINE vi16 vi_set1(int32_t x) { return vi_pair(_mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
 INLINE vi16 vi_add(vi16 x, vi16 y) { return vi_pair(_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)); }
 INLINE vi16 vi_shift4(vi16 x) { return vi_pair(_mm256_slli_epi32(x.a, 4), _mm256_slli_epi32(x.b, 4)); }
@@ -133,11 +142,33 @@ INLINE v16 codes_byte(codes x, int j) {
                 _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(x.b, 8 * j), m)));
 }
 
-INLINE __m256i broadcast_4(const int8_t *x) {
+INLINE __m256i broadcast_4(const void *x) {
   int32_t x4;
   memcpy(&x4, x, 4);
   return _mm256_set1_epi32(x4);
 }
+/* The compiler would add in another order, for which it keeps all products of a block at once, most of them in memory. */
+INLINE __m256i in_this_order(__m256i x) {
+  __asm__("" : "+x"(x));
+  return x;
+}
+#if defined(__AVXVNNI__) && !defined(__AVX512VNNI__)
+#define DPWSSD _mm256_dpwssd_avx_epi32
+#elif DOT_TAKES_8_BITS
+#define DPWSSD _mm256_dpwssd_epi32
+#else
+#define DPWSSD(d, a, b) in_this_order(_mm256_add_epi32(d, _mm256_madd_epi16(a, b)))
+#endif
+INLINE paired codes_pair(codes c) {
+  const __m256i low = _mm256_set1_epi16(255);
+  return (paired){vi_pair(_mm256_and_si256(c.a, low), _mm256_and_si256(c.b, low)),
+                  vi_pair(_mm256_srli_epi16(c.a, 8), _mm256_srli_epi16(c.b, 8))};
+}
+INLINE vi16 paired_dot_add(vi16 d, paired c, const int16_t *x) {
+  __m256i even = broadcast_4(x), odd = broadcast_4(x + 2);
+  return vi_pair(DPWSSD(DPWSSD(d.a, c.even.a, even), c.odd.a, odd), DPWSSD(DPWSSD(d.b, c.even.b, even), c.odd.b, odd));
+}
+
 INLINE dot dot_zero(void) { return vi_set1(0); }
 #if DOT_TAKES_8_BITS
 #ifdef __AVXVNNI__
@@ -153,8 +184,8 @@ INLINE vi16 dot_ints(dot d) { return d; }
 #else
 INLINE dot dot_add(dot d, codes c, const int8_t *x) {
   __m256i x4 = broadcast_4(x);
-  return vi_pair(_mm256_add_epi16(d.a, _mm256_maddubs_epi16(c.a, x4)),
-                 _mm256_add_epi16(d.b, _mm256_maddubs_epi16(c.b, x4)));
+  return vi_pair(in_this_order(_mm256_add_epi16(d.a, _mm256_maddubs_epi16(c.a, x4))),
+                 in_this_order(_mm256_add_epi16(d.b, _mm256_maddubs_epi16(c.b, x4))));
 }
 INLINE vi16 dot_ints(dot d) {
   const __m256i one = _mm256_set1_epi16(1);

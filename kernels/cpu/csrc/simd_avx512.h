@@ -10,6 +10,7 @@ typedef __m512 v16;
 typedef __m512i vi16;
 typedef __m512i codes;
 typedef __m512i dot;
+typedef struct { __m512i even, odd; } paired;
 
 INLINE v16 v_load(const float *p) { return _mm512_loadu_ps(p); }
 INLINE void v_store(float *p, v16 x) { _mm512_storeu_ps(p, x); }
@@ -67,6 +68,11 @@ INLINE void v_store_i8(int8_t *p, v16 x) {
   _mm_storeu_si128((void *)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x)));
 }
 
+INLINE void v_store_i16_paired(int16_t *p, v16 x) {
+  __m256i w = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x));
+  _mm256_storeu_si256((void *)p, _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(w, 0xd8), 0xd8));
+}
+
 INLINE vi16 vi_set1(int32_t x) { return _mm512_set1_epi32(x); }
 INLINE vi16 vi_add(vi16 a, vi16 b) { return _mm512_add_epi32(a, b); }
 INLINE vi16 vi_shift4(vi16 a) { return _mm512_slli_epi32(a, 4); }
@@ -91,6 +97,18 @@ INLINE dot dot_add(dot d, codes c, const int8_t *x) {
   return _mm512_dpbusd_epi32(d, c, _mm512_set1_epi32(x4));
 }
 INLINE vi16 dot_ints(dot d) { return d; }
+
+INLINE __m512i broadcast_pair(const int16_t *x) {
+  int32_t x2;
+  memcpy(&x2, x, 4);
+  return _mm512_set1_epi32(x2);
+}
+INLINE paired codes_pair(codes c) {
+  return (paired){_mm512_and_si512(c, _mm512_set1_epi16(255)), _mm512_srli_epi16(c, 8)};
+}
+INLINE vi16 paired_dot_add(vi16 d, paired c, const int16_t *x) {
+  return _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(d, c.even, broadcast_pair(x)), c.odd, broadcast_pair(x + 2));
+}
 
 INLINE void words_transpose(const uint8_t *const rows[LANES], uint8_t *out) {
   __m512i r[16], p[16];

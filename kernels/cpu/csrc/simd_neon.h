@@ -15,6 +15,7 @@ typedef struct { float32x4_t v[4]; } v16;
 typedef struct { int32x4_t v[4]; } vi16;
 typedef struct { uint8x16_t v[4]; } codes;
 typedef vi16 dot;
+typedef struct { uint16x8_t even[4], odd[4]; } paired;
 
 #define EACH(i) for (int i = 0; i < 4; i++)
 
@@ -104,6 +105,15 @@ INLINE void v_store_i8(int8_t *p, v16 x) {
   vst1q_s8(p, vcombine_s8(vmovn_s16(lo), vmovn_s16(hi)));
 }
 
+INLINE void v_store_i16_paired(int16_t *p, v16 x) {
+  EACH(i) {
+    int16x4_t w = vmovn_s32(vcvtq_s32_f32(x.v[i]));
+    int16x4x2_t pairs = vuzp_s16(w, w);
+    vst1_s16(p + 4 * i, vreinterpret_s16_s32(vzip_s32(vreinterpret_s32_s16(pairs.val[0]),
+                                                      vreinterpret_s32_s16(pairs.val[1])).val[0]));
+  }
+}
+
 INLINE vi16 vi_set1(int32_t x) { vi16 r; EACH(i) r.v[i] = vdupq_n_s32(x); return r; }
 INLINE vi16 vi_add(vi16 a, vi16 b) { EACH(i) a.v[i] = vaddq_s32(a.v[i], b.v[i]); return a; }
 INLINE vi16 vi_shift4(vi16 a) { EACH(i) a.v[i] = vshlq_n_s32(a.v[i], 4); return a; }
@@ -142,6 +152,25 @@ INLINE dot dot_add(dot d, codes c, const int8_t *x) {
   return d;
 }
 INLINE vi16 dot_ints(dot d) { return d; }
+
+INLINE paired codes_pair(codes c) {
+  paired r;
+  EACH(i) {
+    r.even[i] = vandq_u16(vreinterpretq_u16_u8(c.v[i]), vdupq_n_u16(255));
+    r.odd[i] = vshrq_n_u16(vreinterpretq_u16_u8(c.v[i]), 8);
+  }
+  return r;
+}
+INLINE int32x4_t pair_sums(uint16x8_t c, const int16_t *x) {
+  int32_t x2;
+  memcpy(&x2, x, 4);
+  int16x8_t a = vreinterpretq_s16_u16(c), b = vreinterpretq_s16_s32(vdupq_n_s32(x2));
+  return vpaddq_s32(vmull_s16(vget_low_s16(a), vget_low_s16(b)), vmull_high_s16(a, b));
+}
+INLINE vi16 paired_dot_add(vi16 d, paired c, const int16_t *x) {
+  EACH(i) d.v[i] = vaddq_s32(d.v[i], vaddq_s32(pair_sums(c.even[i], x), pair_sums(c.odd[i], x + 2)));
+  return d;
+}
 
 INLINE void words_transpose(const uint8_t *const rows[LANES], uint8_t *out) {
   for (int i = 0; i < LANES; i += 4)

@@ -9,6 +9,7 @@ typedef struct { float v[LANES]; } v16;
 typedef struct { int32_t v[LANES]; } vi16;
 typedef struct { uint8_t v[4 * LANES]; } codes;
 typedef vi16 dot;
+typedef codes paired;
 
 #define EACH_LANE(i) for (int i = 0; i < LANES; i++)
 
@@ -115,6 +116,12 @@ INLINE v16 v_load_i8(const int8_t *p) { v16 r; EACH_LANE(i) r.v[i] = p[i]; retur
 /* Whole numbers in -128..127. */
 INLINE void v_store_i8(int8_t *p, v16 x) { EACH_LANE(i) p[i] = (int8_t)x.v[i]; }
 
+/* The same for -32767..32767, each four in the order that paired_dot_add wants. */
+INLINE void v_store_i16_paired(int16_t *p, v16 x) {
+  static const int order[4] = {0, 2, 1, 3};
+  EACH_LANE(i) p[i] = (int16_t)x.v[i / 4 * 4 + order[i % 4]];
+}
+
 INLINE vi16 vi_set1(int32_t x) { vi16 r; EACH_LANE(i) r.v[i] = x; return r; }
 INLINE vi16 vi_add(vi16 a, vi16 b) { EACH_LANE(i) a.v[i] += b.v[i]; return a; }
 INLINE vi16 vi_shift4(vi16 a) { EACH_LANE(i) a.v[i] *= 16; return a; }
@@ -146,6 +153,14 @@ INLINE dot dot_add(dot d, codes c, const int8_t *x) {
   return d;
 }
 INLINE vi16 dot_ints(dot d) { return d; }
+
+/* Lane i += sum of codes[4i + j] * x_j, where x holds x_0, x_2, x_1, x_3: bytes become words by a mask and a shift then.
+ * Sums of 32 products of codes up to 255 and INT16 fit. */
+INLINE paired codes_pair(codes c) { return c; }
+INLINE vi16 paired_dot_add(vi16 d, paired c, const int16_t *x) {
+  EACH_LANE(i) d.v[i] += c.v[4 * i] * x[0] + c.v[4 * i + 2] * x[1] + c.v[4 * i + 1] * x[2] + c.v[4 * i + 3] * x[3];
+  return d;
+}
 
 /* 16 rows of 64 bytes, as 4-byte words: word w of row i becomes word i of the w-th 64 bytes of out. */
 INLINE void words_transpose(const uint8_t *const rows[LANES], uint8_t *out) {
