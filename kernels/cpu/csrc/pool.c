@@ -1,7 +1,10 @@
 /* The thread pool: workers spin for a while between steps, then sleep.
  *
  * A phase ends when its chunks are done, not when every thread has come by: a thread that the system has put aside
- * between two chunks holds nobody up, and passes over the phases it missed. */
+ * between two chunks holds nobody up, and passes over the phases it missed.
+ *
+ * Each thread has a contiguous share of a phase's chunks, so that it reads memory in order and counts on a line of its
+ * own. Who is done with his share takes from the others'. */
 #include "pool.h"
 
 #include <pthread.h>
@@ -19,14 +22,20 @@
 #define OPEN (1u << 31)
 #define IN_STEP (OPEN - 1)
 
+/* Number of the phase << 32, and how many chunks of the share are taken. */
+typedef struct {
+  ON_OWN_LINE uint64_t taken;
+} share;
+
 struct qd_pool {
   int num_threads, sleeping, stopping;
   const qd_op *ops;
   int64_t num_ops;
   const qd_step *step;
+  share *shares; /* of each thread */
   ON_OWN_LINE uint64_t gate;
-  ON_OWN_LINE uint64_t next; /* number of the phase << 32, next chunk of it */
-  ON_OWN_LINE long done;     /* chunks of the phase */
+  ON_OWN_LINE uint32_t phase; /* number of the present one */
+  ON_OWN_LINE long done;      /* chunks of the phase */
   ON_OWN_LINE pthread_mutex_t mutex;
   pthread_cond_t wake;
   pthread_t *workers;
@@ -48,29 +57,35 @@ INLINE void relax(long spins) {
     sched_yield();
 }
 
-INLINE uint32_t current_phase(qd_pool *pool) {
-  return (uint32_t)(__atomic_load_n(&pool->next, __ATOMIC_ACQUIRE) >> 32);
+INLINE uint32_t current_phase(qd_pool *pool) { return __atomic_load_n(&pool->phase, __ATOMIC_ACQUIRE); }
+
+/* Where the share of a thread begins, of `count` chunks. */
+INLINE long share_start(const qd_pool *pool, long count, int id) { return count * id / pool->num_threads; }
+
+/* The next chunk of a thread's share, or -1 where all are taken or the phase is over. */
+static long claim(qd_pool *pool, uint32_t phase, long count, int id) {
+  long start = share_start(pool, count, id), size = share_start(pool, count, id + 1) - start;
+  uint64_t *at = &pool->shares[id].taken, taken = __atomic_load_n(at, __ATOMIC_ACQUIRE);
+  do
+    if ((uint32_t)(taken >> 32) != phase || (long)(uint32_t)taken >= size) return -1;
+  while (!__atomic_compare_exchange_n(at, &taken, taken + 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
+  return start + (long)(uint32_t)taken;
 }
 
-/* The next chunk of a phase, or -1 where all are taken or the phase is over. */
-static long claim(qd_pool *pool, uint32_t phase, long count) {
-  uint64_t next = __atomic_load_n(&pool->next, __ATOMIC_ACQUIRE);
-  do
-    if ((uint32_t)(next >> 32) != phase || (long)(uint32_t)next >= count) return -1;
-  while (!__atomic_compare_exchange_n(&pool->next, &next, next + 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE));
-  return (long)(uint32_t)next;
+static void begin_phase(qd_pool *pool, uint32_t number) {
+  pool->done = 0;
+  for (int id = 0; id < pool->num_threads; id++)
+    __atomic_store_n(&pool->shares[id].taken, (uint64_t)number << 32, __ATOMIC_RELEASE);
+  __atomic_store_n(&pool->phase, number, __ATOMIC_RELEASE);
 }
 
 static void run_phase(qd_thread *t, const qd_kernel *kernel, const void *args, int phase, uint32_t number, long count) {
   qd_pool *pool = t->pool;
-  long i;
-  while ((i = claim(pool, number, count)) >= 0) {
-    kernel->chunk(args, pool->step, phase, i, t);
-    if (__atomic_add_fetch(&pool->done, 1, __ATOMIC_ACQ_REL) == count) {
-      pool->done = 0;
-      __atomic_store_n(&pool->next, (uint64_t)(number + 1) << 32, __ATOMIC_RELEASE);
-    }
-  }
+  long done = 0;
+  for (int i = 0; i < pool->num_threads; i++)
+    for (long chunk; (chunk = claim(pool, number, count, (t->id + i) % pool->num_threads)) >= 0; done++)
+      kernel->chunk(args, pool->step, phase, chunk, t);
+  if (done > 0 && __atomic_add_fetch(&pool->done, done, __ATOMIC_ACQ_REL) == count) begin_phase(pool, number + 1);
   for (long spins = 0; current_phase(pool) == number; spins++) relax(spins);
 }
 
@@ -174,8 +189,7 @@ int32_t qd_run(qd_pool *pool, const qd_op *ops, int64_t num_ops, const qd_step *
   pool->ops = ops;
   pool->num_ops = num_ops;
   pool->step = step;
-  pool->next = 0;
-  pool->done = 0;
+  begin_phase(pool, 0);
   if (pool->num_threads > 1) start_step(pool, OPEN);
   run_ops(&pool->threads[0]);
   if (pool->num_threads > 1) end_step(pool);
@@ -185,6 +199,7 @@ int32_t qd_run(qd_pool *pool, const qd_op *ops, int64_t num_ops, const qd_step *
 static void free_pool(qd_pool *pool) {
   for (int i = 0; i < pool->num_threads; i++) free(pool->threads[i].scratch);
   free(pool->shared);
+  free(pool->shares);
   free(pool->threads);
   free(pool->workers);
   pthread_cond_destroy(&pool->wake);
@@ -214,15 +229,21 @@ static int start_workers(qd_pool *pool) {
   return 0;
 }
 
-qd_pool *qd_pool_create(int32_t num_threads) {
+/* Zeroed and aligned, or NULL. */
+static void *allocate(size_t bytes) {
   void *memory;
-  if (posix_memalign(&memory, ALIGNMENT, sizeof(qd_pool))) return NULL;
-  qd_pool *pool = memset(memory, 0, sizeof(qd_pool));
+  return posix_memalign(&memory, ALIGNMENT, bytes) ? NULL : memset(memory, 0, bytes);
+}
+
+qd_pool *qd_pool_create(int32_t num_threads) {
+  qd_pool *pool = allocate(sizeof(qd_pool));
+  if (!pool) return NULL;
   pthread_mutex_init(&pool->mutex, NULL);
   pthread_cond_init(&pool->wake, NULL);
   pool->workers = calloc((size_t)num_threads, sizeof(pthread_t));
   pool->threads = calloc((size_t)num_threads, sizeof(qd_thread));
-  if (pool->workers && pool->threads) {
+  pool->shares = allocate((size_t)num_threads * sizeof(share));
+  if (pool->workers && pool->threads && pool->shares) {
     pool->num_threads = num_threads;
     if (start_workers(pool) == 0) return pool;
   }
