@@ -2,6 +2,8 @@
 #include "attention_tile.h"
 #include "kv.h"
 
+#define LINE 64 /* bytes of a cache line */
+
 /* A query rounded to INT8 as one vector; its codes count against keys shifted by 128. */
 static void quantize_query(tile *t, long row, const float *q) {
   int8_t *to = t->q_codes + row * t->padded_dim;
@@ -40,6 +42,19 @@ static void locate(const tile *t, const void *data, const int64_t stride[3], con
       if (scale) scales[i] = *scale, scale += scale_stride[2];
     }
   }
+}
+
+void prefetch_group(const tile *t, long start, long end) {
+  const qd_kv *kv = t->a->kv;
+  if (start >= end) return;
+  long block = start / kv->block_size, token = start - block * kv->block_size, id = t->table[block];
+  long size = kv_element_bytes(kv->type), bytes = min_long(GROUP, end - start) * t->a->heads.head_dim * size;
+  const uint8_t *k = (const uint8_t *)kv->k + kv_at(kv->k_stride, id, t->head, token) * size;
+  const uint8_t *v = (const uint8_t *)kv->v + kv_at(kv->v_stride, id, t->head, token) * size;
+  for (long at = 0; at < bytes; at += LINE) __builtin_prefetch(k + at), __builtin_prefetch(v + at);
+  if (!kv->k_scale) return;
+  __builtin_prefetch(kv->k_scale + kv_at(kv->k_scale_stride, id, t->head, token));
+  __builtin_prefetch(kv->v_scale + kv_at(kv->v_scale_stride, id, t->head, token));
 }
 
 /* k_tile = keys of a group, shifted by 128, as chunks of 4 elements x 16 tokens, in planes. */

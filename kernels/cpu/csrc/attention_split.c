@@ -161,11 +161,14 @@ static void mix_group(tile *t, long start) {
   }
 }
 
+#define AHEAD (2 * GROUP) /* tokens between those at work and those whose keys are asked for */
+
 void attend_split(tile *t, long split_start, long seen, long end) {
   const uint8_t *values[SPLIT];
   long first = max_long(split_start, seen), last = min_long(split_start + SPLIT, end);
   for (long start = first; start < last; start += GROUP) {
     long count = min_long(GROUP, last - start), at = start - split_start;
+    prefetch_group(t, start + AHEAD, end);
     load_key_group(t, start, count);
     score_group(t, start);
     locate_values(t, start, count, values + at, t->v_scales + at);

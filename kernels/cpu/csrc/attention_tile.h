@@ -43,6 +43,9 @@ INLINE void seen_tokens(const tile *t, long row, long start, long *first, long *
 /* Whether every row sees the whole group at `start`. */
 INLINE int all_see_all(const tile *t, long start) { return start >= t->all_from && start + GROUP <= t->all_to; }
 
+/* Ask the caches for keys and values of the group at `start`, if that is before `end`. Blocks lie wherever there was
+ * room, where no hardware prefetcher finds the next one. */
+void prefetch_group(const tile *t, long start, long end);
 /* Queries of all rows, as floats or rounded to INT8. */
 void load_queries(tile *t);
 /* Keys of tokens start .. start + count - 1 (count <= 16) and their scales, into k_tile. */
