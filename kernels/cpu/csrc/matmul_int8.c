@@ -88,23 +88,36 @@ INLINE void unpack_block(int bits, int planes, const uint8_t *block, uint8_t *ti
   }
 }
 
-/* Scales and offsets of one part of a block; both 0 where it is padding. */
-static void unpack_scales(const qd_weight *w, long panel, long k, float *tile) {
+/* Scales and offsets of one part of a block; both 0 where it is padding, which only a half can be. */
+INLINE void unpack_scales(int header, const uint8_t *head, int is_padding, float *tile) {
   scales s = {v_zero(), v_zero()};
-  if (k < w->k) s = header_load(w->header, weight_header(w, w->header, panel, k / w->group));
+  if (!is_padding) s = header_load(header, head);
   v_store(tile, s.scale);
   v_store(tile + LANES, s.offset);
 }
 
-INLINE void unpack_tile(const qd_weight *w, int bits, int planes, int parts, long panel, long first, long last,
-                        uint8_t *tile) {
-  for (long b = first; b < last; b++, tile += tile_block_bytes(planes, parts)) {
+INLINE void unpack_tile(const qd_weight *w, int bits, int header, int planes, int parts, long panel, long first,
+                        long last, uint8_t *tile) {
+  long part_len = BLOCK / parts, k = BLOCK * first, group_end = round_up(k + 1, w->group);
+  const uint8_t *block = weight_block(w, bits, panel, first), *head = weight_header(w, header, panel, k / w->group);
+  for (long b = first; b < last; b++, block += block_bytes(bits), tile += tile_block_bytes(planes, parts)) {
     float *tile_scales = (float *)(void *)(tile + planes * PLANE_BYTES);
-    const uint8_t *block = weight_block(w, bits, panel, b);
     for (long i = 0; i < block_bytes(bits); i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i);
     unpack_block(bits, planes, block, tile);
-    for (int part = 0; part < parts; part++)
-      unpack_scales(w, panel, BLOCK * b + 16 * part, tile_scales + 2 * LANES * part);
+    for (int part = 0; part < parts; part++, k += part_len) {
+      if (k >= group_end) group_end += w->group, head += header_bytes(header);
+      unpack_scales(header, head, k >= w->k, tile_scales + 2 * LANES * part);
+    }
+  }
+}
+
+INLINE void unpack_tile_of(const qd_weight *w, int bits, int planes, int parts, long panel, long first, long last,
+                           uint8_t *tile) {
+  switch (w->header) {
+    case QD_HALF: unpack_tile(w, bits, QD_HALF, planes, parts, panel, first, last, tile); break;
+    case QD_HALF_ZERO: unpack_tile(w, bits, QD_HALF_ZERO, planes, parts, panel, first, last, tile); break;
+    case QD_FLOAT: unpack_tile(w, bits, QD_FLOAT, planes, parts, panel, first, last, tile); break;
+    default: unpack_tile(w, bits, QD_FLOAT_ZERO, planes, parts, panel, first, last, tile);
   }
 }
 
@@ -129,8 +142,8 @@ INLINE void part_dots(int num_rows, int planes, int begin, int end, const uint8_
   for (int r = 0; r < num_rows; r++) low[r] = high[r] = dot_zero();
   UNROLL
   for (int c = begin; c < end; c++) {
-    codes q = codes_load(tile + CHUNK_BYTES * c), q_high = q;
-    if (planes == 2) q_high = codes_load(tile + PLANE_BYTES + CHUNK_BYTES * c);
+    codes q = codes_keep(codes_load(tile + CHUNK_BYTES * c)), q_high = q;
+    if (planes == 2) q_high = codes_keep(codes_load(tile + PLANE_BYTES + CHUNK_BYTES * c));
     UNROLL
     for (int r = 0; r < num_rows; r++) {
       low[r] = dot_add(low[r], q, x + BLOCK * r + 4 * c);
@@ -220,7 +233,7 @@ INLINE void many_rows(const qd_weight *w, int bits, int planes, long panel, cons
   memset(out, 0, (size_t)(num_rows * LANES) * sizeof(float));
   for (long b = 0; b < rows->blocks; b += TILE_BLOCKS) {
     long last = min_long(rows->blocks, b + TILE_BLOCKS);
-    unpack_tile(w, bits, planes, parts, panel, b, last, tile);
+    unpack_tile_of(w, bits, planes, parts, panel, b, last, tile);
     kernel(tile, b, last, rows, first, num_rows, out);
   }
 }

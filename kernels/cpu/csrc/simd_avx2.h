@@ -169,6 +169,8 @@ INLINE vi16 paired_dot_add(vi16 d, paired c, const int16_t *x) {
   return vi_pair(DPWSSD(DPWSSD(d.a, c.even.a, even), c.odd.a, odd), DPWSSD(DPWSSD(d.b, c.even.b, even), c.odd.b, odd));
 }
 
+INLINE codes codes_keep(codes x) { return vi_pair(in_this_order(x.a), in_this_order(x.b)); }
+
 INLINE dot dot_zero(void) { return vi_set1(0); }
 #if DOT_TAKES_8_BITS
 #ifdef __AVXVNNI__
