@@ -53,12 +53,13 @@ async def run_loads(
     loads: Collection[Load],
     num_runs: int,
     on_load: Callable[[Load], object],
+    seed: int = _SEED,
 ) -> list[Result]:
     """Measure a loaded model, one load after another, each `num_runs` times; `on_load` is told of each.
 
-    Raises DaemonError.
+    seed: of the prompts. Raises DaemonError.
     """
-    async with Session(address, model) as session:
+    async with Session(address, model, seed) as session:
         await session.warm_up(info)
         results = []
         for load in loads:
@@ -70,12 +71,12 @@ async def run_loads(
 class Session:
     """Connections to one model of a daemon.
 
-    Prompts are the same in every session; what it puts into the prefix cache, no other one finds.
+    Prompts are the same in every session of a seed; what it puts into quantd's prefix cache, no other one finds.
     """
 
-    def __init__(self, address: Address, model: str) -> None:
+    def __init__(self, address: Address, model: str, seed: int) -> None:
         self._model = model
-        self._rng = Random(_SEED)
+        self._rng = Random(seed)
         self._salt = uuid.uuid4().hex
         self._decoder = msgspec.json.Decoder(_Chunk)
         if isinstance(address, Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
 import subprocess
 import time
@@ -10,7 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantd.daemon.bench.loads import Load
@@ -27,9 +28,13 @@ _TRIES = 8
 
 @dataclass(frozen=True)
 class LlamaServer:
-    """A server that answers on a port of this machine."""
+    """A server that answers on a port of this machine.
+
+    Its cache knows no salt: each pass has prompts of its own, or it would find those of the one before.
+    """
 
     port: int
+    seeds: Iterator[int] = field(default_factory=itertools.count)
 
     def run(self, load: Load, info: ModelInfo) -> Result:
         """One pass. info: of the same model in quantd, for the size of the vocabulary.
@@ -43,7 +48,8 @@ class LlamaServer:
 
     def _run(self, load: Load, info: ModelInfo) -> Result:
         address = ("127.0.0.1", self.port)
-        (result,) = asyncio.run(run_loads(address, "default", info, [load], 1, lambda load: None))
+        loads = run_loads(address, "default", info, [load], 1, lambda load: None, seed=next(self.seeds))
+        (result,) = asyncio.run(loads)
         return result
 
 
