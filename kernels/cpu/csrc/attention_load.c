@@ -4,14 +4,14 @@
 
 #define LINE 64 /* bytes of a cache line */
 
-/* A query rounded to INT8 as one vector; its codes count against keys shifted by 128. */
+/* A query rounded to INT8 as one vector, and what the shift of the keys adds to its dots. */
 static void quantize_query(tile *t, long row, const float *q) {
   int8_t *to = t->q_codes + row * t->padded_dim;
   memset(to, 0, (size_t)t->padded_dim);
   t->q_scale[row] = kv_quantize(q, to, t->a->heads.head_dim) * t->a->scale;
   int32_t sum = 0;
   for (long i = 0; i < t->a->heads.head_dim; i++) sum += to[i];
-  t->q_sum[row] = -128 * sum;
+  t->q_sum[row] = -KEY_SHIFT * sum;
 }
 
 void load_queries(tile *t) {
@@ -27,20 +27,30 @@ void load_queries(tile *t) {
   }
 }
 
+/* The same for the part of them that lies in one block, from `token` of it on. */
+static void locate_in_block(const tile *t, const void *data, const int64_t stride[3], const float *scale_data,
+                            const int64_t scale_stride[3], long id, long token, long count, const uint8_t **rows,
+                            float *scales) {
+  long step = stride[2] * kv_element_bytes(t->a->kv->type);
+  const uint8_t *row = (const uint8_t *)data + kv_at(stride, id, t->head, 0) * kv_element_bytes(t->a->kv->type);
+  for (long i = 0; i < count; i++) rows[i] = row + (token + i) * step;
+  if (!scale_data) return;
+  const float *scale = scale_data + kv_at(scale_stride, id, t->head, token);
+  if (count == GROUP && scale_stride[2] == 1)
+    v_store(scales, v_load(scale));
+  else
+    for (long i = 0; i < count; i++) scales[i] = scale[i * scale_stride[2]];
+}
+
 /* Where tokens first .. first + count - 1 of the request lie, and their scales (0 for the others). */
 static void locate(const tile *t, const void *data, const int64_t stride[3], const float *scale_data,
                    const int64_t scale_stride[3], long first, long count, const uint8_t *rows[GROUP], float *scales) {
-  const qd_kv *kv = t->a->kv;
-  long block = first / kv->block_size, token = first % kv->block_size, size = kv_element_bytes(kv->type);
-  if (scale_data) memset(scales, 0, GROUP * sizeof(float));
+  long block_size = t->a->kv->block_size, block = first / block_size, token = first - block * block_size;
+  if (scale_data) v_store(scales, v_zero());
   for (long i = 0; i < count; block++, token = 0) {
-    long last = min_long(count, i + kv->block_size - token), id = t->table[block];
-    const uint8_t *row = (const uint8_t *)data + kv_at(stride, id, t->head, token) * size;
-    const float *scale = scale_data ? scale_data + kv_at(scale_stride, id, t->head, token) : NULL;
-    for (; i < last; i++, row += stride[2] * size) {
-      rows[i] = row;
-      if (scale) scales[i] = *scale, scale += scale_stride[2];
-    }
+    long some = min_long(count - i, block_size - token);
+    locate_in_block(t, data, stride, scale_data, scale_stride, t->table[block], token, some, rows + i, scales + i);
+    i += some;
   }
 }
 
@@ -57,9 +67,9 @@ void prefetch_group(const tile *t, long start, long end) {
   __builtin_prefetch(kv->v_scale + kv_at(kv->v_scale_stride, id, t->head, token));
 }
 
-/* k_tile = keys of a group, shifted by 128, as chunks of 4 elements x 16 tokens, in planes. */
+/* k_tile = keys of a group, shifted, as chunks of 4 elements x 16 tokens. */
 static void load_keys_int8(tile *t, const uint8_t *rows[GROUP], long count) {
-  long dim = t->a->heads.head_dim, chunks = t->padded_dim / 4;
+  long dim = t->a->heads.head_dim;
   uint8_t zeros[64] = {0}, ends[GROUP][64];
   for (long d = 0; d < dim; d += 64) {
     const uint8_t *parts[GROUP];
@@ -69,11 +79,9 @@ static void load_keys_int8(tile *t, const uint8_t *rows[GROUP], long count) {
     }
     words_transpose(parts, t->k_tile + GROUP * d);
   }
-  for (long c = 0; c < chunks; c++) {
-    codes k = codes_flip_sign(codes_load(t->k_tile + 64 * c));
-    codes_store(t->k_tile + 64 * c, WIDE_PLANES == 2 ? codes_field(k, 0, 15) : k);
-    if (WIDE_PLANES == 2) codes_store(t->k_tile + 64 * (chunks + c), codes_field(k, 4, 15));
-  }
+  if (!KEY_SHIFT) return;
+  for (long at = 0; at < t->padded_dim * GROUP; at += 64)
+    codes_store(t->k_tile + at, keys_shifted(codes_load(t->k_tile + at)));
 }
 
 /* k_tile = keys of a group as floats [padded_dim][16 tokens]. */

@@ -6,29 +6,14 @@
 /* Integer dots of num rows (a constant) from `row` on with a group's keys. */
 INLINE void score_int8(tile *t, int num, long row, long start) {
   const int8_t *q = t->q_codes + row * t->padded_dim;
-  long dim = t->padded_dim, chunks = dim / 4;
+  long dim = t->padded_dim;
   vi16 sum[SHARED_ROWS];
   UNROLL
   for (int r = 0; r < num; r++) sum[r] = vi_set1(t->q_sum[row + r]);
-  for (long b = 0; b < chunks; b += 8) {
-    dot low[SHARED_ROWS], high[SHARED_ROWS];
+  for (long c = 0; c < dim / 4; c++) {
+    codes k = codes_load(t->k_tile + 64 * c);
     UNROLL
-    for (int r = 0; r < num; r++) low[r] = high[r] = dot_zero();
-    UNROLL
-    for (long c = b; c < b + 8; c++) {
-      codes k = codes_load(t->k_tile + 64 * c), k_high = k;
-      if (WIDE_PLANES == 2) k_high = codes_load(t->k_tile + 64 * (chunks + c));
-      UNROLL
-      for (int r = 0; r < num; r++) {
-        low[r] = dot_add(low[r], k, q + r * dim + 4 * c);
-        if (WIDE_PLANES == 2) high[r] = dot_add(high[r], k_high, q + r * dim + 4 * c);
-      }
-    }
-    UNROLL
-    for (int r = 0; r < num; r++) {
-      sum[r] = vi_add(sum[r], dot_ints(low[r]));
-      if (WIDE_PLANES == 2) sum[r] = vi_add(sum[r], vi_shift4(dot_ints(high[r])));
-    }
+    for (int r = 0; r < num; r++) sum[r] = key_dot_add(sum[r], k, q + r * dim + 4 * c);
   }
   v16 k_scales = v_load(t->k_scales);
   UNROLL
@@ -111,9 +96,22 @@ static void weigh(tile *t, long row, long split_start) {
 /* What a row's values are added to. */
 INLINE float *row_values(const tile *t, long row) { return t->partial + row * result_floats(t->padded_dim) + LANES; }
 
+/* How values of a group are read: as floats from v_tile (type -1), or as they lie in the pool, which is cheaper where
+ * few rows share them. */
+typedef struct {
+  const uint8_t **rows;
+  int type; /* a constant */
+} group_values;
+
+INLINE v16 value_at(const tile *t, group_values from, long j, long d) {
+  if (from.type < 0) return v_load(t->v_tile + j * t->padded_dim + d);
+  return kv_load(from.type, from.rows[j] + d * kv_element_bytes(from.type), LANES);
+}
+
 /* values of num_rows rows += sum over tokens first..last-1 of the group of weight * value, token by token, for
  * num_vectors vectors from element d on; both numbers are constants. */
-INLINE void add_values(tile *t, int num_rows, int num_vectors, long row, long d, long start, long first, long last) {
+INLINE void add_values(tile *t, int num_rows, int num_vectors, group_values from, long row, long d, long start,
+                       long first, long last) {
   v16 acc[SHARED_ROWS][SHARED_VECTORS];
   const float *weights[SHARED_ROWS];
   UNROLL
@@ -125,7 +123,7 @@ INLINE void add_values(tile *t, int num_rows, int num_vectors, long row, long d,
   for (long j = first; j < last; j++) {
     v16 values[SHARED_VECTORS];
     UNROLL
-    for (int i = 0; i < num_vectors; i++) values[i] = v_load(t->v_tile + j * t->padded_dim + d + LANES * i);
+    for (int i = 0; i < num_vectors; i++) values[i] = value_at(t, from, j, d + LANES * i);
     UNROLL
     for (int r = 0; r < num_rows; r++) {
       v16 w = v_set1(weights[r][j]);
@@ -140,24 +138,38 @@ INLINE void add_values(tile *t, int num_rows, int num_vectors, long row, long d,
 }
 
 /* The same for all elements. */
-INLINE void add_all_values(tile *t, int num_rows, long row, long start, long first, long last) {
+INLINE void add_all_values(tile *t, int num_rows, group_values from, long row, long start, long first, long last) {
   long d = 0;
   for (; d + SHARED_VECTORS * LANES <= t->padded_dim; d += SHARED_VECTORS * LANES)
-    add_values(t, num_rows, SHARED_VECTORS, row, d, start, first, last);
-  for (; d < t->padded_dim; d += 2 * LANES) add_values(t, num_rows, 2, row, d, start, first, last);
+    add_values(t, num_rows, SHARED_VECTORS, from, row, d, start, first, last);
+  for (; d < t->padded_dim; d += LANES) add_values(t, num_rows, 1, from, row, d, start, first, last);
 }
 
 /* Rows that see the whole group share the loads of its values. */
-static void mix_group(tile *t, long start) {
+INLINE void mix_values(tile *t, group_values from, long start) {
   if (all_see_all(t, start)) {
     for (long row = 0; row < t->num_rows; row += SHARED_ROWS)
-      FOR_NUM_ROWS(min_long(SHARED_ROWS, t->num_rows - row), add_all_values, row, start, 0, GROUP)
+      FOR_NUM_ROWS(min_long(SHARED_ROWS, t->num_rows - row), add_all_values, from, row, start, 0, GROUP)
     return;
   }
   for (long row = 0; row < t->num_rows; row++) {
     long first, last;
     seen_tokens(t, row, start, &first, &last);
-    if (first < last) add_all_values(t, 1, row, start, first, last);
+    if (first < last) add_all_values(t, 1, from, row, start, first, last);
+  }
+}
+
+static void mix_group(tile *t, const uint8_t *rows[GROUP], long start, long count) {
+  if (t->num_rows > SHARED_ROWS || t->a->heads.head_dim != t->padded_dim) {
+    load_value_group(t, rows, count);
+    mix_values(t, (group_values){NULL, -1}, start);
+    return;
+  }
+  switch (t->a->kv->type) {
+    case KV_INT8: mix_values(t, (group_values){rows, KV_INT8}, start); break;
+    case KV_FP16: mix_values(t, (group_values){rows, KV_FP16}, start); break;
+    case KV_BF16: mix_values(t, (group_values){rows, KV_BF16}, start); break;
+    default: mix_values(t, (group_values){rows, KV_FP32}, start);
   }
 }
 
@@ -174,8 +186,6 @@ void attend_split(tile *t, long split_start, long seen, long end) {
     locate_values(t, start, count, values + at, t->v_scales + at);
   }
   for (long row = 0; row < t->num_rows; row++) weigh(t, row, split_start);
-  for (long start = first; start < last; start += GROUP) {
-    load_value_group(t, values + start - split_start, min_long(GROUP, last - start));
-    mix_group(t, start);
-  }
+  for (long start = first; start < last; start += GROUP)
+    mix_group(t, values + start - split_start, start, min_long(GROUP, last - start));
 }

@@ -2,8 +2,8 @@
  * most 15 cannot reach: 8 dots of 2 * 15 * 127 are 30480. With AVX-VNNI a dot is one instruction. */
 #include <immintrin.h>
 #define TILE_ROWS 4
-#define SHARED_ROWS 2
-#define SHARED_VECTORS 2
+#define SHARED_ROWS 4
+#define SHARED_VECTORS 1
 #if defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__))
 #define PATH_NAME "avx2-vnni"
 #define DOT_TAKES_8_BITS 1
@@ -87,15 +87,14 @@ INLINE void v_store_half(void *p, v16 x) {
 }
 INLINE __m256 bf16_8(__m128i h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); }
 INLINE v16 v_load_bf16(const void *p) { return v_pair(bf16_8(load_128(p, 0)), bf16_8(load_128(p, 1))); }
+INLINE __m128i load_64(const void *p, int i) { return _mm_loadl_epi64((const void *)((const char *)p + 8 * i)); }
 INLINE v16 v_load_u8(const uint8_t *p) {
-  __m128i x = load_128(p, 0);
-  return v_pair(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(x)),
-                _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))));
+  return v_pair(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_64(p, 0))),
+                _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(load_64(p, 1))));
 }
 INLINE v16 v_load_i8(const int8_t *p) {
-  __m128i x = load_128(p, 0);
-  return v_pair(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
-                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))));
+  return v_pair(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_64(p, 0))),
+                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(load_64(p, 1))));
 }
 INLINE void v_store_i8(int8_t *p, v16 x) {
   __m256i w = _mm256_packs_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
@@ -131,10 +130,6 @@ INLINE codes codes_field(codes x, int shift, int mask) {
 INLINE codes codes_join(codes low, codes high) {
   return vi_pair(_mm256_or_si256(low.a, _mm256_slli_epi16(high.a, 2)),
                  _mm256_or_si256(low.b, _mm256_slli_epi16(high.b, 2)));
-}
-INLINE codes codes_flip_sign(codes x) {
-  const __m256i s = _mm256_set1_epi8((char)0x80);
-  return vi_pair(_mm256_xor_si256(x.a, s), _mm256_xor_si256(x.b, s));
 }
 INLINE v16 codes_byte(codes x, int j) {
   const __m256i m = _mm256_set1_epi32(255);
@@ -192,6 +187,27 @@ INLINE dot dot_add(dot d, codes c, const int8_t *x) {
 INLINE vi16 dot_ints(dot d) {
   const __m256i one = _mm256_set1_epi16(1);
   return vi_pair(_mm256_madd_epi16(d.a, one), _mm256_madd_epi16(d.b, one));
+}
+#endif
+
+#if DOT_TAKES_8_BITS
+#define KEY_SHIFT 128
+INLINE codes keys_shifted(codes k) {
+  const __m256i s = _mm256_set1_epi8((char)0x80);
+  return vi_pair(_mm256_xor_si256(k.a, s), _mm256_xor_si256(k.b, s));
+}
+INLINE vi16 key_dot_add(vi16 d, codes k, const int8_t *x) { return dot_add(d, k, x); }
+#else
+#define KEY_SHIFT 0
+INLINE codes keys_shifted(codes k) { return k; }
+/* |x| times k with the sign of x: two products of at most 127 * 127 fit 16 bits. */
+INLINE __m256i key_products(__m256i k, __m256i x, __m256i x_abs) {
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(x_abs, _mm256_sign_epi8(k, x)), _mm256_set1_epi16(1));
+}
+INLINE vi16 key_dot_add(vi16 d, codes k, const int8_t *x) {
+  __m256i x4 = broadcast_4(x), x_abs = _mm256_abs_epi8(x4);
+  return vi_pair(in_this_order(_mm256_add_epi32(d.a, key_products(k.a, x4, x_abs))),
+                 in_this_order(_mm256_add_epi32(d.b, key_products(k.b, x4, x_abs))));
 }
 #endif
 

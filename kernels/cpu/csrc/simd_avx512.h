@@ -84,7 +84,6 @@ INLINE codes codes_field(codes x, int shift, int mask) {
   return _mm512_and_si512(_mm512_srli_epi16(x, (unsigned)shift), _mm512_set1_epi8((char)mask));
 }
 INLINE codes codes_join(codes low, codes high) { return _mm512_or_si512(low, _mm512_slli_epi16(high, 2)); }
-INLINE codes codes_flip_sign(codes x) { return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80)); }
 INLINE v16 codes_byte(codes x, int j) {
   return _mm512_cvtepi32_ps(
       _mm512_and_si512(_mm512_srli_epi32(x, (unsigned)(8 * j)), _mm512_set1_epi32(255)));
@@ -109,6 +108,10 @@ INLINE paired codes_pair(codes c) {
 INLINE vi16 paired_dot_add(vi16 d, paired c, const int16_t *x) {
   return _mm512_dpwssd_epi32(_mm512_dpwssd_epi32(d, c.even, broadcast_pair(x)), c.odd, broadcast_pair(x + 2));
 }
+
+#define KEY_SHIFT 128
+INLINE codes keys_shifted(codes k) { return _mm512_xor_si512(k, _mm512_set1_epi8((char)0x80)); }
+INLINE vi16 key_dot_add(vi16 d, codes k, const int8_t *x) { return dot_add(d, k, x); }
 
 INLINE void words_transpose(const uint8_t *const rows[LANES], uint8_t *out) {
   __m512i r[16], p[16];

@@ -129,7 +129,6 @@ INLINE codes codes_join(codes low, codes high) {
   EACH(i) low.v[i] = vorrq_u8(low.v[i], vshlq_n_u8(high.v[i], 2));
   return low;
 }
-INLINE codes codes_flip_sign(codes x) { EACH(i) x.v[i] = veorq_u8(x.v[i], vdupq_n_u8(0x80)); return x; }
 INLINE v16 codes_byte(codes x, int j) {
   v16 r;
   EACH(i) {
@@ -169,6 +168,15 @@ INLINE int32x4_t pair_sums(uint16x8_t c, const int16_t *x) {
 }
 INLINE vi16 paired_dot_add(vi16 d, paired c, const int16_t *x) {
   EACH(i) d.v[i] = vaddq_s32(d.v[i], vaddq_s32(pair_sums(c.even[i], x), pair_sums(c.odd[i], x + 2)));
+  return d;
+}
+
+#define KEY_SHIFT 0
+INLINE codes keys_shifted(codes k) { return k; }
+INLINE vi16 key_dot_add(vi16 d, codes k, const int8_t *x) {
+  int32_t word;
+  memcpy(&word, x, 4);
+  EACH(i) d.v[i] = vdotq_s32(d.v[i], vreinterpretq_s8_u8(k.v[i]), vreinterpretq_s8_s32(vdupq_n_s32(word)));
   return d;
 }
 

@@ -139,10 +139,6 @@ INLINE codes codes_join(codes low, codes high) {
   for (int i = 0; i < 4 * LANES; i++) low.v[i] = (uint8_t)(low.v[i] | high.v[i] << 2);
   return low;
 }
-INLINE codes codes_flip_sign(codes x) {
-  for (int i = 0; i < 4 * LANES; i++) x.v[i] ^= 0x80;
-  return x;
-}
 /* Byte j of each group of four, as float. */
 INLINE v16 codes_byte(codes x, int j) { v16 r; EACH_LANE(i) r.v[i] = x.v[4 * i + j]; return r; }
 
@@ -161,6 +157,15 @@ INLINE vi16 paired_dot_add(vi16 d, paired c, const int16_t *x) {
   EACH_LANE(i) d.v[i] += c.v[4 * i] * x[0] + c.v[4 * i + 2] * x[1] + c.v[4 * i + 1] * x[2] + c.v[4 * i + 3] * x[3];
   return d;
 }
+
+/* Signed bytes k in -127..127 as key_dot_add takes them: shifted by KEY_SHIFT where a path's dots want one factor
+ * without a sign. Lane i += sum of (k + KEY_SHIFT)[4i + j] * x[j]. */
+#define KEY_SHIFT 128
+INLINE codes keys_shifted(codes k) {
+  for (int i = 0; i < 4 * LANES; i++) k.v[i] ^= 0x80;
+  return k;
+}
+INLINE vi16 key_dot_add(vi16 d, codes k, const int8_t *x) { return dot_add(d, k, x); }
 
 /* 16 rows of 64 bytes, as 4-byte words: word w of row i becomes word i of the w-th 64 bytes of out. */
 INLINE void words_transpose(const uint8_t *const rows[LANES], uint8_t *out) {
