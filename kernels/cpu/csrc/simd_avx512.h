@@ -89,6 +89,8 @@ INLINE v16 codes_byte(codes x, int j) {
       _mm512_and_si512(_mm512_srli_epi32(x, (unsigned)(8 * j)), _mm512_set1_epi32(255)));
 }
 
+INLINE codes codes_keep(codes x) { return x; }
+
 INLINE dot dot_zero(void) { return _mm512_setzero_si512(); }
 INLINE dot dot_add(dot d, codes c, const int8_t *x) {
   int32_t x4;

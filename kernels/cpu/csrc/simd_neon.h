@@ -138,6 +138,8 @@ INLINE v16 codes_byte(codes x, int j) {
   return r;
 }
 
+INLINE codes codes_keep(codes x) { return x; }
+
 INLINE dot dot_zero(void) { return vi_set1(0); }
 INLINE dot dot_add(dot d, codes c, const int8_t *x) {
   int32_t word;

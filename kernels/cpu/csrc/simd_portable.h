@@ -142,6 +142,9 @@ INLINE codes codes_join(codes low, codes high) {
 /* Byte j of each group of four, as float. */
 INLINE v16 codes_byte(codes x, int j) { v16 r; EACH_LANE(i) r.v[i] = x.v[4 * i + j]; return r; }
 
+/* x, where a path must hinder its compiler from loading it again and again. */
+INLINE codes codes_keep(codes x) { return x; }
+
 /* Lane i += sum of codes[4i + j] * x[j], j = 0..3. At most 8 of them between dot_zero and dot_ints. */
 INLINE dot dot_zero(void) { return vi_set1(0); }
 INLINE dot dot_add(dot d, codes c, const int8_t *x) {
