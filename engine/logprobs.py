@@ -6,8 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from quantd.engine.request import TokenLogprob
+from quantd.kernels.shortlist import Row
 
-Row = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.intp]
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantd.engine.logprobs import Row
 from quantd.engine.plan import RequestState
+from quantd.kernels.shortlist import Row
 
 
 class Adjustment(NamedTuple):

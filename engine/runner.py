@@ -17,7 +17,7 @@ from quantd.engine.batch import Batch, build_batch, prompt_logprob_positions
 from quantd.engine.config import EngineConfig
 from quantd.engine.devices import plan_ranks
 from quantd.engine.errors import NumericsError
-from quantd.engine.logprobs import Row, token_logprob
+from quantd.engine.logprobs import token_logprob
 from quantd.engine.memory import plan_rank_blocks
 from quantd.engine.messages import ModelInfo
 from quantd.engine.model_part import ModelPart, load_part, prompt_chunks
@@ -31,6 +31,7 @@ from quantd.engine.sampler import Sample, Sampler, check_finite
 from quantd.engine.split import World
 from quantd.engine.step_frame import step_of
 from quantd.engine.weights import Progress
+from quantd.kernels.shortlist import Row
 from quantd.quant.checkpoint import Checkpoint, open_checkpoint
 
 
@@ -113,7 +114,9 @@ def build_runner(config: EngineConfig, progress: Progress, fail: Fail = lambda f
     memory = [loaded.memory]
     num_blocks = plan_rank_blocks(config, spec.max_model_len, memory)
     part = loaded.allocate(num_blocks)
-    return ModelRunner(part, Sampler(), _describe(config, part, memory, num_blocks, begun))
+    return ModelRunner(
+        part, Sampler(part.decoder.ops.shortlists), _describe(config, part, memory, num_blocks, begun)
+    )
 
 
 class LeadingRunner(ModelRunner):
@@ -155,7 +158,8 @@ def _build_leader(
     except BaseException:
         ranks.close()
         raise
-    return LeadingRunner(part, Sampler(), _describe(config, part, memory, num_blocks, begun), ranks)
+    info = _describe(config, part, memory, num_blocks, begun)
+    return LeadingRunner(part, Sampler(part.decoder.ops.shortlists), info, ranks)
 
 
 def _describe(

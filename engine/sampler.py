@@ -6,20 +6,23 @@ raw log probabilities, masks and penalties, greedy or temperature, top_k, top_p,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from quantd.engine.errors import NumericsError, RequestError
-from quantd.engine.logprobs import Row, TokenIds, largest, token_logprob
+from quantd.engine.logprobs import TokenIds, largest, token_logprob
 from quantd.engine.penalties import adjusted
 from quantd.engine.plan import RequestState
 from quantd.engine.random_stream import uniform
 from quantd.engine.request import SamplingParams, TokenLogprob
 from quantd.kernels.errors import QuantdError
+from quantd.kernels.shortlist import Cut, Row, Shortlist, shortlists
+
+Shortlists: TypeAlias = Callable[[Sequence[Row], Sequence[Cut]], list[Shortlist]]
 
 GREEDY_BELOW = 1e-5
 _CHUNK = 512
@@ -34,21 +37,38 @@ class Sample(NamedTuple):
 
 
 class Sampler:
-    """Draws the next token of each request."""
+    """Draws the next token of each request. shortlists: of the backend that made the logits."""
+
+    def __init__(self, shortlists: Shortlists = shortlists) -> None:
+        self._shortlists = shortlists
 
     def sample(self, logits: Tensor, requests: Sequence[RequestState]) -> list[Sample]:
         """logits: float32 [R, V] on the CPU, row r for requests[r]."""
-        return [_sample(row, state) for row, state in zip(logits.numpy(), requests, strict=True)]
+        raw = logits.numpy()
+        rows = [adjusted(row, state) for row, state in zip(raw, requests, strict=True)]
+        cuts = [cut_of(state.request.sampling, raw.shape[1]) for state in requests]
+        lists = self._shortlists(rows, cuts)
+        return [_sample(*one) for one in zip(raw, rows, lists, cuts, requests, strict=True)]
 
 
-def _sample(row: Row, state: RequestState) -> Sample:
+def cut_of(params: SamplingParams, vocab_size: int) -> Cut:
+    """A request's sampling as a backend knows it."""
+    if params.temperature < GREEDY_BELOW:
+        return Cut(0.0)
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    return Cut(params.temperature, top_k, params.top_p, params.min_p)
+
+
+def _sample(raw: Row, row: Row, short: Shortlist, cut: Cut, state: RequestState) -> Sample:
     try:
-        check_finite(row)
-        token_id = _choose(adjusted(row, state), state)
+        # Masks put infinities of their own into a row.
+        if row is not raw or not short.finite:
+            check_finite(raw)
+        token_id = _choose(short, cut, state)
     except QuantdError as error:
         return Sample(error=str(error))
     num_top = state.request.sampling.logprobs
-    return Sample(token_id, None if num_top is None else token_logprob(row, token_id, num_top))
+    return Sample(token_id, None if num_top is None else token_logprob(raw, token_id, num_top))
 
 
 def check_finite(row: Row) -> None:
@@ -57,50 +77,36 @@ def check_finite(row: Row) -> None:
         raise NumericsError("the model gave logits that are not finite (NaN or Inf)")
 
 
-def _choose(row: Row, state: RequestState) -> int:
-    best = int(row.argmax())
-    if row[best] == -np.inf:
+def _choose(short: Shortlist, cut: Cut, state: RequestState) -> int:
+    if short.largest == -np.inf:
         raise RequestError(
             "min_tokens masks every token: stop_token_ids name the whole vocabulary", "min_tokens"
         )
-    params = state.request.sampling
-    if params.temperature < GREEDY_BELOW:
-        return best
-    weights = np.exp((row - row[best]) / np.float32(params.temperature))
+    if short.weights is None:
+        return short.best
     point = uniform(state.seed, len(state.output))
-    if params.top_k <= 0 and params.top_p >= 1 and params.min_p <= 0:
-        return _draw_from_all(weights, point)
-    ids = candidates(weights, params)
-    return int(ids[_draw(weights[ids], point)])
+    if short.ids is None:
+        return _draw_from_all(short.weights, point)
+    kept = narrowed(short.weights, short.total, cut)
+    return int(short.ids[kept[_draw(short.weights[kept], point)]])
 
 
-def candidates(weights: Row, params: SamplingParams) -> TokenIds:
-    """Tokens, ascending, that top_k, then top_p, then min_p leave. weights: e^logit, 1 at most.
+def narrowed(weights: Row, total: float, cut: Cut) -> TokenIds:
+    """Places in a shortlist, ascending, that top_k, then top_p, then min_p leave.
 
-    top_k keeps exactly k and top_p the fewest that reach p of what top_k left, never nothing; among
-    equals the lower ids stay. min_p keeps what is at least min_p times as likely as the best.
+    top_k keeps exactly k and top_p the fewest that reach p of what top_k left (without it of `total`, the
+    whole vocabulary's), never nothing; among equals the lower ids stay. min_p keeps what is at least
+    min_p times as likely as the best.
     """
-    if 0 < params.top_k < len(weights):
-        ids = largest(weights, params.top_k)
-        total = weights[ids].sum(dtype=np.float64)
-    else:
-        total = weights.sum(dtype=np.float64)
-        ids = np.flatnonzero(weights >= _floor(len(weights), total, params))
-    if params.top_p < 1:
-        kept = weights[ids]
+    places = np.arange(len(weights))
+    if cut.top_k > 0:
+        places = largest(weights, cut.top_k)
+        total = float(weights[places].sum(dtype=np.float64))
+    if cut.top_p < 1:
+        kept = weights[places]
         reached = np.cumsum(np.sort(kept)[::-1], dtype=np.float64)
-        ids = ids[largest(kept, int(np.searchsorted(reached, params.top_p * total)) + 1)]
-    return ids[weights[ids] >= np.float32(params.min_p)]
-
-
-def _floor(vocab_size: int, total: float, params: SamplingParams) -> float:
-    """A weight below which nothing survives, so that few tokens need sorting.
-
-    All tokens lighter than (1 - p) * total / V weigh less than (1 - p) * total together: they lie in
-    the tail that top_p cuts off. The factor keeps rounding on the safe side.
-    """
-    nucleus = 0.999 * (1 - params.top_p) * total / vocab_size
-    return max(nucleus, params.min_p)
+        places = places[largest(kept, int(np.searchsorted(reached, cut.top_p * total)) + 1)]
+    return places[weights[places] >= np.float32(cut.min_p)]
 
 
 def _draw_from_all(weights: Row, point: float) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from quantd.kernels.shortlist import Cut, Row, Shortlist
 from quantd.kernels.weights import Weight
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -154,6 +155,9 @@ class Ops(Protocol):
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         """Outputs [M, N_i] side by side -> [M, sum of N_i]; for weights too unlike to be packed as one."""
+
+    def shortlists(self, rows: Sequence[Row], cuts: Sequence[Cut]) -> list[Shortlist]:
+        """What tokens are drawn from, of rows of logits [V] in the CPU's memory; see kernels/shortlist.py."""
 
     def compile(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A backend's chance to record a forward built from these ops and replay it; may return it as is."""

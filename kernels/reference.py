@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantd.kernels.ops import Activation, AttentionInputs, HeadShape, KVLayer, QKNorm, RopeTable
+from quantd.kernels.shortlist import Cut, Row, Shortlist, shortlists
 from quantd.kernels.weights import DenseWeight, Weight
 
 Activations = Literal["auto", "fp32"]
@@ -201,6 +202,10 @@ class ReferenceOps:
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         """[M, N_i] each -> [M, sum of N_i]."""
         return torch.cat(tuple(parts), 1)
+
+    def shortlists(self, rows: Sequence[Row], cuts: Sequence[Cut]) -> list[Shortlist]:
+        """See quantd.kernels.shortlist."""
+        return shortlists(rows, cuts)
 
     def compile(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Nothing to record."""

@@ -71,7 +71,8 @@ async def run_loads(
 class Session:
     """Connections to one model of a daemon.
 
-    Prompts are the same in every session of a seed; what it puts into quantd's prefix cache, no other one finds.
+    Prompts are the same in every session of a seed. What it puts into quantd's prefix cache, no other one
+    finds.
     """
 
     def __init__(self, address: Address, model: str, seed: int) -> None:

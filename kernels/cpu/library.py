@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 
@@ -22,6 +22,7 @@ class Kind(IntEnum):
     COPY = 5
     ROPE = 6
     ATTENTION = 7
+    SHORTLIST = 8
 
 
 class Header(IntEnum):
@@ -162,6 +163,32 @@ class AttentionArgs(Structure):
         ("scale", c_float),
         ("softcap", c_float),
         ("int8_queries", c_int32),
+    )
+
+
+class Shortlist(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("tail", c_double),
+        ("total", c_double),
+        ("top_k", c_int64),
+        ("weights", c_void_p),
+        ("ids", c_void_p),
+        ("temperature", c_float),
+        ("min_weight", c_float),
+        ("largest", c_float),
+        ("best", c_int32),
+        ("finite", c_int32),
+        ("count", c_int32),
+    )
+
+
+class ShortlistArgs(Structure):
+    _fields_ = (
+        ("lists", POINTER(Shortlist)),
+        ("num_lists", c_int64),
+        ("vocab_size", c_int64),
+        ("capacity", c_int64),
     )
 
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from quantd.kernels.cpu import library
 from quantd.kernels.cpu.library import Kind, Library, Step
 from quantd.kernels.cpu.program import Call, Replay, place
+from quantd.kernels.cpu.shortlist import shortlists_in_c
 from quantd.kernels.cpu.weights import PackedMatrix, pack
 from quantd.kernels.ops import Activation, AttentionInputs, HeadShape, KVLayer, QKNorm, RopeTable
+from quantd.kernels.shortlist import Cut, Row, Shortlist
 from quantd.kernels.weights import Weight
 
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
@@ -152,6 +154,10 @@ class CpuOps:
             self._run(Call(Kind.COPY, args, {"x": x}, {"out": out}, _step(x)))
             column += width
         return out
+
+    def shortlists(self, rows: Sequence[Row], cuts: Sequence[Cut]) -> list[Shortlist]:
+        """See quantd.kernels.shortlist."""
+        return shortlists_in_c(self._lib, rows, cuts)
 
     def compile(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`forward` (token_ids, inputs, kv) recorded on its first call and replayed, with the same bits.

@@ -136,7 +136,7 @@ def sixteen(setting: Setting) -> Iterator[Row]:
 
 
 def shared(setting: Setting) -> Iterator[Row]:
-    """Eight clients that share a prefix, which one request brought into the cache before them, or none did."""
+    """Eight clients that share a prefix, which one request before them, or none, brought into the cache."""
     cold, cached = shared_prefix_loads(shared_len=700, prompt_len=63, output_len=32, num_clients=8)
     _, prompts = make_prompts(cold, VOCAB_SIZE, Random(0))
     llama = setting.llama(2048)

@@ -20,7 +20,9 @@ from quantd.engine.penalties import adjusted
 from quantd.engine.plan import RequestState
 from quantd.engine.random_stream import uniform
 from quantd.engine.request import Request, SamplingParams
-from quantd.engine.sampler import Sample, Sampler, candidates
+from quantd.engine.sampler import Sample, Sampler, Shortlists, cut_of, narrowed
+from quantd.kernels.cpu import load_ops
+from quantd.kernels.shortlist import shortlists
 
 VOCAB = 1000
 PROMPT = [3, 5, 5, 8, 13]
@@ -115,13 +117,62 @@ FILTERS = [
 ]
 
 
+@pytest.fixture(scope="module", params=["numpy", "C"])
+def backend(request: pytest.FixtureRequest) -> Shortlists:
+    """Where the logits are looked through."""
+    if request.param == "numpy":
+        return shortlists
+    ops = load_ops("auto", 2)
+    assert ops is not None, "there is a compiler where tests run"
+    return ops.shortlists
+
+
+def candidates(backend: Shortlists, row: torch.Tensor, **sampling: Any) -> list[int]:
+    """The tokens that a request's sampling leaves."""
+    cut = cut_of(SamplingParams(**sampling), row.numel())
+    (short,) = backend([row.flatten().numpy()], [cut])
+    assert short.weights is not None
+    kept = narrowed(short.weights, short.total, cut)
+    return (kept if short.ids is None else short.ids[kept]).tolist()
+
+
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
-def test_filters_keep_what_transformers_keeps(filters: dict[str, Any], spread: float) -> None:
+def test_filters_keep_what_transformers_keeps(
+    filters: dict[str, Any], spread: float, backend: Shortlists
+) -> None:
     row = logits(seed=3) * spread
     kept = warped(row, **filters)[0].isfinite().nonzero().flatten().tolist()
-    weights = (row - row.max()).exp()[0].numpy()
-    assert candidates(weights, SamplingParams(**filters)).tolist() == kept
+    assert candidates(backend, row, **filters) == kept
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("vocab_size", [3, 16, 511, 513, 6001])
+def test_backends_find_the_same_tokens(filters: dict[str, Any], vocab_size: int, backend: Shortlists) -> None:
+    rows = logits(5, vocab_size, seed=vocab_size).numpy()
+    cuts = [cut_of(SamplingParams(temperature=t, **filters), vocab_size) for t in (0.0, 0.3, 0.7, 1.0, 4.0)]
+    for one, plain, cut in zip(backend(rows, cuts), shortlists(rows, cuts), cuts, strict=True):
+        assert (one.largest, one.best, one.finite) == (plain.largest, plain.best, True)
+        if cut.temperature == 0:
+            continue
+        assert one.total == pytest.approx(plain.total, rel=1e-5)
+        assert one.weights is not None and plain.weights is not None
+        tokens = [
+            kept if short.ids is None else short.ids[kept]
+            for short in (one, plain)
+            if (kept := narrowed(short.weights, short.total, cut)) is not None
+        ]
+        assert tokens[0].tolist() == tokens[1].tolist()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 17, 999])
+def test_what_is_not_finite_is_seen(bad: float, place: int, backend: Shortlists) -> None:
+    rows = logits(2).numpy()
+    rows[1, place] = bad
+    for temperature in (0.0, 1.0):
+        cut = cut_of(SamplingParams(temperature=temperature, min_p=0.1), VOCAB)
+        assert [short.finite for short in backend(rows, [cut, cut])] == [True, False]
 
 
 def test_top_k_beyond_the_vocabulary_keeps_all() -> None:
@@ -136,10 +187,10 @@ def test_the_tightest_filters_are_greedy(filters: dict[str, Any]) -> None:
     assert draws(row, 20, temperature=5.0, **filters) == [int(row.argmax())] * 20
 
 
-def test_among_equals_the_lower_ids_stay() -> None:
+def test_among_equals_the_lower_ids_stay(backend: Shortlists) -> None:
     flat = np.ones(10, np.float32)
-    assert candidates(flat, SamplingParams(top_k=3)).tolist() == [0, 1, 2]
-    assert candidates(flat, SamplingParams(top_p=0.35)).tolist() == [0, 1, 2, 3]
+    assert candidates(backend, torch.ones(10), top_k=3) == [0, 1, 2]
+    assert candidates(backend, torch.ones(10), top_p=0.35) == [0, 1, 2, 3]
     assert largest(flat, 2).tolist() == [0, 1]
     assert [i for i, _ in token_logprob(np.array([0, 2, 1, 2], np.float32), 0, 3).top] == [1, 3, 2]
 

@@ -112,7 +112,27 @@ typedef struct {
   int32_t int8_queries;
 } qd_attention_args;
 
-enum qd_kind { QD_PACK, QD_EMBEDDING, QD_NORM, QD_LINEAR, QD_GLU, QD_COPY, QD_ROPE, QD_ATTENTION, QD_NUM_KINDS };
+/* Of a row of logits: the largest, the first token that has it, whether all are finite. With temperature > 0 also the
+ * total of all weights e^((x - largest) / temperature), and those not below a floor, with their ids: among the top_k
+ * largest if top_k > 0, else not below tail times the mean and min_weight. count: of those, -1 for more than capacity. */
+typedef struct {
+  const float *logits;
+  double tail, total;
+  int64_t top_k;
+  float *weights;
+  int32_t *ids;
+  float temperature, min_weight, largest;
+  int32_t best, finite, count;
+} qd_shortlist;
+
+typedef struct {
+  qd_shortlist *lists;
+  int64_t num_lists, vocab_size, capacity;
+} qd_shortlist_args;
+
+enum qd_kind {
+  QD_PACK, QD_EMBEDDING, QD_NORM, QD_LINEAR, QD_GLU, QD_COPY, QD_ROPE, QD_ATTENTION, QD_SHORTLIST, QD_NUM_KINDS
+};
 
 /* One op: its kind and the args struct of that kind. */
 typedef struct {

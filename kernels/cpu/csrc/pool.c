@@ -47,7 +47,7 @@ struct qd_pool {
 static const qd_kernel *const kernels[QD_NUM_KINDS] = {
     [QD_PACK] = &pack_kernel, [QD_EMBEDDING] = &embedding_kernel, [QD_NORM] = &norm_kernel,
     [QD_LINEAR] = &linear_kernel, [QD_GLU] = &glu_kernel, [QD_COPY] = &copy_kernel,
-    [QD_ROPE] = &rope_kernel, [QD_ATTENTION] = &attention_kernel,
+    [QD_ROPE] = &rope_kernel, [QD_ATTENTION] = &attention_kernel, [QD_SHORTLIST] = &shortlist_kernel,
 };
 
 INLINE void relax(long spins) {

@@ -28,6 +28,6 @@ typedef struct {
 } qd_kernel;
 
 extern const qd_kernel pack_kernel, embedding_kernel, norm_kernel, linear_kernel, glu_kernel, copy_kernel,
-    rope_kernel, attention_kernel;
+    rope_kernel, attention_kernel, shortlist_kernel;
 
 #endif
