@@ -13,7 +13,7 @@ from quantd.engine.logprobs import token_logprob
 from quantd.engine.penalties import adjusted
 from quantd.engine.plan import RequestState
 from quantd.engine.request import Request, SamplingParams
-from quantd.engine.sampler import GREEDY_BELOW, candidates
+from quantd.engine.sampler import cut_of, narrowed
 from quantd.kernels.gpu import sampling
 from quantd.kernels.gpu.sampling import sample
 from quantd.kernels.gpu.sampling_inputs import Adjustment, Draw, Samples, SamplingInputs, Status
@@ -82,13 +82,14 @@ def philox(seed: int, ids: npt.NDArray[np.int64], position: int) -> npt.NDArray[
 
 
 def expected_token(row: Floats, asked: RequestState) -> int:
-    """By the engine's own adjustments and candidates; float64 noise."""
+    """By the engine's own adjustments and cuts; float64 noise."""
     x = adjusted(row, asked)
-    params = asked.request.sampling
-    if params.temperature < GREEDY_BELOW:
+    cut = cut_of(asked.request.sampling, len(x))
+    if cut.temperature == 0:
         return int(x.argmax())
-    scaled = (x - x.max()) / np.float32(params.temperature)
-    ids = candidates(np.exp(scaled), params)
+    scaled = (x - x.max()) / np.float32(cut.temperature)
+    weights = np.exp(scaled)
+    ids = narrowed(weights, weights.sum(dtype=np.float64), cut)
     uniform = (philox(asked.seed, ids, len(asked.output)) + 0.5) / 2**32
     return int(ids[np.argmax(scaled[ids] - np.log(-np.log1p(-uniform)))])
 
