@@ -27,6 +27,7 @@ class RecordingSampler(Sampler):
     """Keeps the logits that each token was drawn from, by request and place."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.rows: dict[tuple[str, int], Tensor] = {}
 
     def sample(self, logits: Tensor, requests: Sequence[RequestState]) -> list[Sample]:
