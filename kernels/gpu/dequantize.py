@@ -30,7 +30,7 @@ def _load_headers(scale, offset, rows, block, N, BLOCKS_PER_GROUP: tl.constexpr)
     return scales, offsets
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "num_rows"])
 def _dequantize_kernel(
     low,
     high,

@@ -22,7 +22,7 @@ _BLOCK_N = 64
 _NUM_WARPS = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "split_blocks"])
 def _gemv_kernel(
     x,
     sums,
@@ -109,30 +109,31 @@ def gemv(inputs: Inputs, weight: GpuWeight, how: Finish, splits: int) -> Tensor:
     return add_splits(parts, inputs.scale, weight.bias, how)
 
 
-def _spec(dtype: str, bits: tuple[int, int], offset: bool) -> KernelSpec:
-    pointers = {"x": f"*{dtype}", "low": "*i32", "scale": "*fp16", "out": "*fp32"}
-    if bits[1]:
-        pointers["high"] = "*i32"
-    if offset:
-        pointers |= {"offset": "*fp16", "sums": "*fp32"}
-    unused = dict.fromkeys({"high", "offset", "sums"} - pointers.keys())
-    constants = {
-        "KIND": int(Kind.PACKED),
-        "LOW_BITS": bits[0],
-        "HIGH_BITS": bits[1],
-        "CENTER": 2 ** (sum(bits) - 1),
-        "BLOCKS_PER_GROUP": 1,
-        "BLOCK_N": _BLOCK_N,
-        "BLOCK_K": 128,
-    }
-    return KernelSpec(
-        f"gemv w{sum(bits)} {dtype}{' offset' * offset}",
+_POINTERS = {
+    "x": "*fp16",
+    "low": "*i32",
+    "high": "*i32",
+    "scale": "*fp16",
+    "offset": "*fp16",
+    "sums": "*fp32",
+    "out": "*fp32",
+}
+
+SPECS = (
+    KernelSpec(
+        "gemv w3 fp16 offset",
         _gemv_kernel,
-        pointers | dict.fromkeys(("num_rows", "N", "num_blocks", "split_blocks"), "i32"),
-        unused | constants,
+        _POINTERS | dict.fromkeys(("num_rows", "N", "num_blocks", "split_blocks"), "i32"),
+        {
+            "KIND": int(Kind.PACKED),
+            "LOW_BITS": 2,
+            "HIGH_BITS": 1,
+            "CENTER": 4,
+            "BLOCKS_PER_GROUP": 1,
+            "BLOCK_N": _BLOCK_N,
+            "BLOCK_K": 128,
+        },
         num_warps=_NUM_WARPS,
-        divisible_16=(*pointers, "N"),
-    )
-
-
-SPECS = (_spec("fp16", (4, 0), offset=False), _spec("fp16", (2, 1), offset=True))
+        divisible_16=(*_POINTERS, "N"),
+    ),
+)

@@ -41,8 +41,8 @@ _WORKSPACE_BYTES = 32 << 20  # of dequantized weights at a time; much of it stay
 def linear(x: Tensor, weight: GpuWeight, tuning: Tuning, same_bits: bool = False) -> Tensor:
     """x [M, K] @ W.T + bias -> [M, N], both in compute dtype.
 
-    same_bits: a row's bits do not depend on M; without it, not up to 128 rows nor above them, but between
-    the two.
+    same_bits: a row's bits do not depend on M. Without it they do not for quantized weights up to 128 rows;
+    elsewhere the vendor's product is fast and promises nothing.
     """
     return _product(prepare(x, weight), weight, Finish(x.dtype), tuning, same_bits)
 

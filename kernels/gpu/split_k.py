@@ -37,7 +37,7 @@ def finish(total, row_scale, bias, factor, softcap, LOGITS: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "splits"])
 def _add_kernel(
     parts,
     x_scale,
@@ -103,7 +103,6 @@ def _spec(name: str, out: str, optional: dict[str, bool], logits: bool) -> Kerne
 
 
 SPECS = (
-    _spec("fp16", "fp16", {"x_scale": False, "bias": False}, logits=False),
     _spec("bf16 int8 bias", "bf16", {"x_scale": True, "bias": True}, logits=False),
     _spec("logits", "fp32", {"x_scale": False, "bias": True}, logits=True),
 )

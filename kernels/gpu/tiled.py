@@ -53,7 +53,7 @@ def _store(total, rows, columns, x_scale, bias, out, factor, softcap, num_rows, 
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "split_blocks"])
 def _matmul_kernel(
     x,
     sums,
@@ -202,6 +202,10 @@ def cut(shape: Shape, splits: int) -> tuple[int, int]:
     return split_steps * shape.blocks_per_step, -(-steps // split_steps)
 
 
+# Of all GPUs with tensor-core products the one with the least shared memory: its pipelines fit the others.
+_SMALL = Gpu("sm_86", 86, 84)
+
+
 def _spec(
     name: str,
     dtype: str,
@@ -215,14 +219,16 @@ def _spec(
     offset: bool = False,
     bias: bool = False,
     out: str = "",
-    splits: int = 1,
     logits: bool = False,
+    gpu: Gpu = _SMALL,
 ) -> KernelSpec:
-    """A product as `matmul` launches it. out: type of the result, "" for splits to be added up."""
+    """A product as `matmul` launches it. out: type of the result, "" for splits to be added up.
+
+    gpu: whose plan is taken.
+    """
     input_bits = {"fp16": 16, "bf16": 16, "i8": 8}[dtype]
     shape = Shape(8192, 8192, sum(bits), block_k, input_bits)
-    # The smallest shared memory of any target; pipelines elsewhere are as deep or deeper.
-    tile = default_tile(rows, shape, Gpu("sm_86", 86, 84))
+    tile = default_tile(rows, shape, gpu)
     word = {Kind.PACKED: "*i32", Kind.INT8: "*i8", Kind.DENSE: f"*{dtype}"}[kind]
     pointers = {
         "x": f"*{dtype}",
@@ -247,7 +253,7 @@ def _spec(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": block_k,
-        "SPLITS": splits,
+        "SPLITS": 4 if out and rows > 16 else 1,
         "FINISH": bool(out),
         "LOGITS": logits,
     }
@@ -267,15 +273,13 @@ def _spec(
 def _specs() -> Iterator[KernelSpec]:
     yield _spec("w4 fp16", "fp16", (4, 0), 128, 16)
     yield _spec("w4 bf16 offset", "bf16", (4, 0), 128, 16, offset=True, bias=True, out="bf16")
-    yield _spec("w4 fp16", "fp16", (4, 0), 128, 64, out="fp16", splits=4)
-    yield _spec("w4 bf16 offset", "bf16", (4, 0), 128, 64, offset=True, out="bf16")
+    yield _spec("w4 fp16", "fp16", (4, 0), 128, 64, out="fp16")
     yield _spec("w2 bf16", "bf16", (2, 0), 64, 32)
-    yield _spec("w3 fp16", "fp16", (2, 1), 128, 16)
+    yield _spec("w3 fp16 offset", "fp16", (2, 1), 128, 16, offset=True)
     yield _spec("w4 fp16 k32 offset", "fp16", (4, 0), 32, 32, offset=True)
-    yield _spec("w6 bf16 k32 offset", "bf16", (4, 2), 32, 16, header="fp32", offset=True)
-    yield _spec("w8 fp16 k16", "fp16", (8, 0), 16, 64, out="fp16")
-    yield _spec("w8 bf16 whole", "bf16", (8, 0), 128, 16, whole=True)
-    yield _spec("w8 fp16 whole", "fp16", (8, 0), 128, 64, whole=True, out="fp16")
+    yield _spec("w6 bf16 k32 offset", "bf16", (4, 2), 32, 64, header="fp32", offset=True, out="bf16")
+    yield _spec("w8 fp16 k16", "fp16", (8, 0), 16, 16)
+    yield _spec("w8 bf16 whole", "bf16", (8, 0), 128, 64, whole=True, out="bf16")
     yield _spec("w8a8", "i8", (8, 0), 128, 16, kind=Kind.INT8, whole=True)
     yield _spec("w8a8", "i8", (8, 0), 128, 64, kind=Kind.INT8, whole=True, bias=True, out="fp16")
     yield _spec(
@@ -285,3 +289,11 @@ def _specs() -> Iterator[KernelSpec]:
 
 
 SPECS = tuple(_specs())
+
+_HOPPER = Gpu("sm_90", 90, 132)
+HOPPER_SPECS = (
+    _spec("w4 bf16 offset", "bf16", (4, 0), 128, 64, offset=True, bias=True, out="bf16", gpu=_HOPPER),
+    _spec("w8 fp16 k16", "fp16", (8, 0), 16, 64, out="fp16", gpu=_HOPPER),
+    _spec("dense bf16", "bf16", (16, 0), 64, 64, kind=Kind.DENSE, whole=True, out="bf16", gpu=_HOPPER),
+)
+"""Tiles of more rows than any other GPU takes; for sm_90 alone."""

@@ -56,11 +56,10 @@ def weight_tile(
 
 
 @triton.jit
-def _lanes(first_row, block, N, num_blocks, BLOCK_N: tl.constexpr):
-    """Each lane's tile, and its number there, for BLOCK_N / 16 warps' worth of lanes."""
-    lane = tl.arange(0, BLOCK_N * 2)
-    strip = tl.minimum(first_row // _STRIP + lane // 32, (N - 1) // _STRIP)
-    return strip * num_blocks + block, lane % 32
+def _tile_numbers(first_row, block, N, num_blocks, BLOCK_N: tl.constexpr):
+    """Tiles [BLOCK_N / 16] that hold a block of inputs of BLOCK_N outputs."""
+    strips = tl.minimum(first_row // _STRIP + tl.arange(0, BLOCK_N // 16), (N - 1) // _STRIP)
+    return strips * num_blocks + block
 
 
 @triton.jit
@@ -83,25 +82,23 @@ def _plane_tile(
     UNITS: tl.constexpr = LANE_WORDS // WORDS
     FIELDS: tl.constexpr = 16 // BITS
     STEPS: tl.constexpr = FIELDS if BLOCK_K // 16 > FIELDS else BLOCK_K // 16  # of 16 inputs, within a unit
-    tile, lane = _lanes(first_row, block, N, num_blocks, BLOCK_N)
-    unit = tl.arange(0, UNITS)[:, None] * (32 * WORDS)
-    at = tile[None, :] * (32 * LANE_WORDS) + unit + lane[None, :] * WORDS
-    words = tl.load(plane + at[:, :, None] + tl.arange(0, WORDS)[None, None, :])
-    # Axes: unit, lanes, word, half, field; the last three hold what lanes do not tell apart.
+    tiles = _tile_numbers(first_row, block, N, num_blocks, BLOCK_N)
+    places = tl.arange(0, 32 * LANE_WORDS)
+    words = tl.load(plane + tiles[:, None] * (32 * LANE_WORDS) + places[None, :])
     values = _fields(words, BITS, PLACE, CENTER, DTYPE)
     values = values.reshape(
+        BLOCK_N // 16,  # strip
         UNITS,
-        BLOCK_N // 16,
-        8,
-        4,
+        8,  # g
+        4,  # t
         2 if WORDS == 4 else 1,  # half of the strip, among words
         2 if WORDS >= 2 else 1,  # half of the step, among words
-        2,
+        2,  # half of a word
         2 if WORDS == 1 else 1,  # half of the step, among fields
         2 if WORDS <= 2 else 1,  # half of the strip, among fields
         STEPS,
     )
-    return values.permute(1, 4, 8, 2, 0, 9, 5, 7, 3, 6).reshape(BLOCK_N, BLOCK_K)
+    return values.permute(0, 4, 8, 2, 1, 9, 5, 7, 3, 6).reshape(BLOCK_N, BLOCK_K)
 
 
 @triton.jit
@@ -217,10 +214,8 @@ def _less(values, amount: tl.constexpr):
 @triton.jit
 def _int8_tile(plane, first_row, block, N, num_blocks, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """int8 [BLOCK_N, BLOCK_K], 16 bytes a lane for each 32 inputs."""
-    STEPS: tl.constexpr = BLOCK_K // 32
-    tile, lane = _lanes(first_row, block, N, num_blocks, BLOCK_N)
-    at = tile[None, :] * (16 * BLOCK_K) + tl.arange(0, STEPS)[:, None] * 512 + lane[None, :] * 16
-    codes = tl.load(plane + at[:, :, None] + tl.arange(0, 16)[None, None, :])
-    # Axes: step, strip, g, t, half of the strip, half of the step, byte.
-    codes = codes.reshape(STEPS, BLOCK_N // 16, 8, 4, 2, 2, 4)
-    return codes.permute(1, 4, 2, 0, 5, 3, 6).reshape(BLOCK_N, BLOCK_K)
+    tiles = _tile_numbers(first_row, block, N, num_blocks, BLOCK_N)
+    codes = tl.load(plane + tiles[:, None] * (16 * BLOCK_K) + tl.arange(0, 16 * BLOCK_K)[None, :])
+    # Axes: strip, step, g, t, half of the strip, half of the step, byte.
+    codes = codes.reshape(BLOCK_N // 16, BLOCK_K // 32, 8, 4, 2, 2, 4)
+    return codes.permute(0, 4, 2, 1, 5, 3, 6).reshape(BLOCK_N, BLOCK_K)

@@ -77,7 +77,9 @@ class Shape:
 
         The same for any number of rows, since splits are whole steps.
         """
-        most = max((128 if self.bits <= 8 else 64) // self.block_k, 1)
+        # Plain weights are as many bytes in half the inputs; two planes are twice the loads.
+        step_k = 128 if self.bits in (1, 2, 4, 8) else 64
+        most = max(step_k // self.block_k, 1)
         return next(blocks for blocks in (8, 4, 2, 1) if blocks <= most and self.num_blocks % blocks == 0)
 
     @property
@@ -144,24 +146,27 @@ def default_splits(shape: Shape, gpu: Gpu) -> int:
 
 
 def default_tile(rows: int, shape: Shape, gpu: Gpu) -> Tile:
-    """As many rows as registers have room for, and as deep a pipeline as shared memory has."""
+    """As many rows as weights are unpacked once for, and as deep a pipeline as shared memory has room for."""
+    # Beyond 32 rows the older instruction (all but sm_90's) has two warps unpack the same weights.
+    block_m = min(rows, 64 if gpu.capability == 90 else 32)
     # Eight warps load scales to where they are used; four, which pass them on, unpack more per instruction.
     num_warps = 4 if rows <= 16 and shape.block_k == 128 else 8
-    return Tile(rows, 128, num_warps, _num_stages(rows, 128, shape, gpu))
+    return Tile(block_m, 128, num_warps, _num_stages(block_m, 128, shape, gpu))
 
 
 def _num_stages(block_m: int, block_n: int, shape: Shape, gpu: Gpu) -> int:
-    """Stages of the pipeline; two programs share an SM where rows are few."""
+    """Stages of the pipeline: as many as fit, and fewer where there is more to compute than to wait for."""
     step_k = shape.block_k * shape.blocks_per_step
     weight_bytes, input_bytes = (
         rows * step_k * bits // 8 for rows, bits in ((block_n, shape.bits), (block_m, shape.input_bits))
     )
+    # Two programs share an SM where rows are few.
     room = gpu.shared_bytes // (2 if block_m <= 32 else 1) - 2048
     # One buffer less than stages, but for inputs on sm_90, which products read from shared memory.
     if gpu.capability == 90:
         room -= input_bytes
     fits = room // (weight_bytes + input_bytes) + 1
-    return min(max(fits, _STAGES[0]), 4)
+    return min(max(fits, _STAGES[0]), 4 if block_m <= 16 else 3)
 
 
 @dataclass(frozen=True)

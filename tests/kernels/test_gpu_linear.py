@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,17 +10,19 @@ import torch
 from gpu_weights import TURING, exact, quantized, relative_error, split_tuning
 
 from quantd.kernels.gpu import linear as layers
+from quantd.kernels.gpu.compile import SHARED_MEMORY, Job, compile_jobs
 from quantd.kernels.gpu.dequantize import embedding
 from quantd.kernels.gpu.gemv import gemv
 from quantd.kernels.gpu.inputs import prepare
 from quantd.kernels.gpu.linear import linear, logits
 from quantd.kernels.gpu.split_k import Finish
-from quantd.kernels.gpu.tiled import shape_of
+from quantd.kernels.gpu.tiled import HOPPER_SPECS, shape_of
 from quantd.kernels.gpu.tuning import Tuning, gpu_of
 from quantd.kernels.gpu.weights import Kind, pack, plane_bits
 from quantd.kernels.weights import DenseWeight, QuantizedWeight, Weight
 from quantd.quant.checkpoint import open_checkpoint
 
+SPECS = HOPPER_SPECS  # found by the processes that compile
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 1.5e-3}
 
 
@@ -95,7 +98,7 @@ WEIGHTS: dict[str, Weight] = {
     "symmetric": quantized(37, 192, 4, 64, symmetric=True),
     "offset, act-order, planes": quantized(37, 192, 3, 64, perm=True),
     "one scale": quantized(37, 192, 8, 192),
-    "int8 inputs": quantized(37, 192, 8, 192, input_bits=8),
+    "int8 inputs": quantized(37, 192, 8, 192, symmetric=True, input_bits=8),
     "int8 inputs, groups": quantized(37, 192, 4, 64, perm=True, input_bits=8),
     "plain": DenseWeight(torch.randint(-2000, 2000, (37, 192)) / 512),
 }
@@ -267,3 +270,15 @@ def test_one_more_weight_changes_no_other(tuning: Tuning, gpu_device: str) -> No
         linear(x.to(gpu_device), pack(w, None, gpu_device, torch.float32), tuning) for w in (weight, fewer)
     ]
     assert torch.equal(outs[0][:, :32], outs[1])
+
+
+def test_the_largest_tiles_fit_the_gpu_that_takes_them() -> None:
+    """Others are in the SPECS of their modules, which test_gpu_compile.py reads."""
+    jobs = [Job(__name__, spec.name, 90, True) for spec in SPECS]
+    with compile_jobs(jobs, os.cpu_count() or 1) as futures:
+        for job, future in futures.items():
+            report = future.result()
+            assert report.spilled_bytes == 0, (job.name, report)
+            assert report.shared_bytes <= SHARED_MEMORY[90], (job.name, report)
+            assert report.num_tensor_core, (job.name, report)
+            assert report.num_wide_loads or " k16 " in job.name, (job.name, report)
