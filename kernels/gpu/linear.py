@@ -81,13 +81,14 @@ def _product(inputs: Inputs, weight: GpuWeight, how: Finish, tuning: Tuning, sam
 
 def _vendor(inputs: Inputs, weight: GpuWeight, how: Finish) -> Tensor:
     """The vendor's product with a plain matrix, or with a dequantized one, a bounded part of it at a time."""
-    n = weight.shape[0]
     x = inputs.values.to(how.dtype)
-    out = torch.empty(len(x), n, dtype=how.dtype, device=x.device)
-    bias = torch.zeros(n, device=x.device) if weight.bias is None else weight.bias
+    out = torch.empty(len(x), weight.shape[0], dtype=how.dtype, device=x.device)
     for first, last in _parts(weight, how.dtype):
-        matrix = _matrix(weight, first, last, how.dtype)
-        torch.addmm(bias[first:last].to(how.dtype), x, matrix.T, out=out[:, first:last])
+        matrix, part = _matrix(weight, first, last, how.dtype), out[:, first:last]
+        if weight.bias is None:
+            torch.mm(x, matrix.T, out=part)
+        else:
+            torch.addmm(weight.bias[first:last].to(how.dtype), x, matrix.T, out=part)
     if not how.logits:
         return out
     out *= how.factor

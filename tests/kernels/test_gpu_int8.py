@@ -58,10 +58,12 @@ def test_products_of_codes(
     bits: int, group_size: int, k: int, symmetric: bool, tuning: Tuning, gpu_device: str
 ) -> None:
     weight = quantized(37, k, bits, group_size, symmetric=symmetric, perm=k == 128, input_bits=8)
-    x, bias = torch.randn(3, k), torch.randn(37)
+    x, bias = torch.randn(17, k), torch.randn(37)
     on_gpu = pack(weight, bias, gpu_device, torch.float32)
     assert on_gpu.kind is Kind.INT8
-    assert relative_error(linear(x.to(gpu_device), on_gpu, tuning), exact(x, weight, bias)) < 1e-6
+    out = linear(x.to(gpu_device), on_gpu, tuning)
+    assert relative_error(out, exact(x, weight, bias)) < 1e-6
+    assert torch.equal(linear(x[:1].to(gpu_device), on_gpu, tuning), out[:1])
 
 
 def test_largest_products_do_not_saturate(tuning: Tuning, gpu_device: str) -> None:

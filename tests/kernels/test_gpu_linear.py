@@ -99,7 +99,6 @@ WEIGHTS: dict[str, Weight] = {
     "offset, act-order, planes": quantized(37, 192, 3, 64, perm=True),
     "one scale": quantized(37, 192, 8, 192),
     "int8 inputs": quantized(37, 192, 8, 192, symmetric=True, input_bits=8),
-    "int8 inputs, groups": quantized(37, 192, 4, 64, perm=True, input_bits=8),
     "plain": DenseWeight(torch.randint(-2000, 2000, (37, 192)) / 512),
 }
 
