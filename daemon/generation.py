@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from quantd.daemon.errors import GenerationError
 from quantd.daemon.metrics import Metrics
@@ -183,6 +183,36 @@ class TokenSource(Protocol):
     def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]: ...
 
 
+# What an alarm puts among the deltas.
+_SILENCE = Delta(index=-1)
+
+
+class _Alarm:
+    """Tells a queue of every `seconds` in which nothing was heard. One timer, whatever is heard."""
+
+    def __init__(self, seconds: float, queue: asyncio.Queue[Any]) -> None:
+        self._seconds = seconds
+        self._queue = queue
+        self._loop = asyncio.get_running_loop()
+        self._heard = self._loop.time()
+        self._timer = self._loop.call_at(self._heard + seconds, self._ring)
+
+    def heard(self) -> None:
+        """Note that something was."""
+        self._heard = self._loop.time()
+
+    def close(self) -> None:
+        """Be silent from now on."""
+        self._timer.cancel()
+
+    def _ring(self) -> None:
+        now = self._loop.time()
+        if now >= self._heard + self._seconds:
+            self._heard = now
+            self._queue.put_nowait(_SILENCE)
+        self._timer = self._loop.call_at(self._heard + self._seconds, self._ring)
+
+
 class Generation:
     """An answer under way: an async iterator of Delta, and an async context that ends it.
 
@@ -231,11 +261,35 @@ class Generation:
     async def __anext__(self) -> Delta:
         if not self._unfinished:
             raise StopAsyncIteration
-        item = await self._ready.get()
+        return self._taken(await self._ready.get())
+
+    def _taken(self, item: Delta | Exception) -> Delta:
         if isinstance(item, Exception):
             raise item
         self._unfinished -= item.finish_reason is not None
         return item
+
+    async def batches(self, silence: float) -> AsyncGenerator[list[Delta]]:
+        """The iteration, all that is ready at a time; an empty list after `silence` seconds without any."""
+        alarm = _Alarm(silence, self._ready)
+        try:
+            while self._unfinished:
+                item = await self._ready.get()
+                if item is _SILENCE:
+                    yield []
+                    continue
+                alarm.heard()
+                items = [item]
+                while not self._ready.empty():
+                    items.append(self._ready.get_nowait())
+                deltas = [item for item in items if isinstance(item, Delta) and item is not _SILENCE]
+                if deltas:
+                    yield [self._taken(delta) for delta in deltas]
+                for error in items:
+                    if isinstance(error, Exception):
+                        raise error
+        finally:
+            alarm.close()
 
     async def __aenter__(self) -> Generation:
         return self

@@ -24,6 +24,9 @@ class Timing:
 
 DEFAULT_TIMING = Timing()
 
+# Bytes that a transport buffers without asking its writer to wait (asyncio and aiohttp: 64 KiB).
+_NEVER_WAITED_FOR = 1 << 14
+
 
 class StreamFormat(Protocol):
     """A dialect's stream, frame by frame. ping: a frame that clients skip."""
@@ -62,8 +65,7 @@ async def send_stream(
     try:
         async with aclosing(_parts(generation, frames, timing.ping_seconds)) as parts:
             async for part in parts:
-                async with asyncio.timeout(timing.stall_seconds):
-                    await response.write(part)
+                await _write(request, response, part, timing.stall_seconds)
         async with asyncio.timeout(timing.stall_seconds):
             await response.write_eof()
     # The client is gone; leaving the generation's context ends the work.
@@ -75,22 +77,27 @@ async def send_stream(
     return response
 
 
+async def _write(
+    request: web.Request, response: web.StreamResponse, part: bytes, stall_seconds: float
+) -> None:
+    """Raises TimeoutError for a client that takes nothing. A little needs no timer once all else is taken."""
+    took_all = request.transport is not None and request.transport.get_write_buffer_size() == 0
+    if took_all and len(part) <= _NEVER_WAITED_FOR:
+        await response.write(part)
+        return
+    async with asyncio.timeout(stall_seconds):
+        await response.write(part)
+
+
 async def _parts(generation: Generation, frames: StreamFormat, ping_seconds: float) -> AsyncGenerator[bytes]:
-    """What to write, a piece at a time."""
+    """What to write, a piece at a time: all that is ready, or a sign of life."""
     try:
         for frame in frames.start():
             yield frame
-        while True:
-            try:
-                async with asyncio.timeout(ping_seconds):
-                    delta = await anext(generation)
-            except TimeoutError:
-                yield frames.ping
-            except StopAsyncIteration:
-                break
-            else:
-                if part := b"".join(frames.delta(delta)):
-                    yield part
+        async for deltas in generation.batches(ping_seconds):
+            part = b"".join(frame for delta in deltas for frame in frames.delta(delta))
+            if part or not deltas:
+                yield part or frames.ping
         yield b"".join(frames.finish(generation.usage))
     # The boundary of a request once its status is out.
     except Exception as error:
