@@ -124,8 +124,17 @@ class EngineOptions:
         choice(get_args(Activations)),
         "fp32 keeps activations unrounded where a backend would round them.",
     )
+    same_bits: bool = setting_like(
+        EngineConfig,
+        "same_bits",
+        switch(),
+        "On a GPU, answers do not depend on who else is served; a little slower.",
+    )
     kv_memory: int | None = setting_like(
         EngineConfig, "kv_memory", size(), "Memory of the KV cache; what is free if not given."
+    )
+    vram_reserve: int = setting_like(
+        EngineConfig, "vram_reserve", size(0), "Memory of each GPU that is left to other programs."
     )
     max_model_len: int | None = setting_like(
         EngineConfig, "max_model_len", whole(1), "Most tokens of one request; the model's limit if not given."

@@ -162,8 +162,8 @@ def switch() -> Kind:
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(ib|b)?|b)?", re.IGNORECASE)
 
 
-def size() -> Kind:
-    """A number of bytes. As elsewhere on a desktop, G and GiB are 2**30 bytes and GB is 10**9."""
+def size(low: int = 1) -> Kind:
+    """A number of bytes, from `low`. As elsewhere on a desktop, G and GiB are 2**30 bytes and GB is 10**9."""
 
     def parse(value: object) -> object:
         match = _SIZE.fullmatch(str(_plain(value)).strip())
@@ -171,15 +171,12 @@ def size() -> Kind:
             raise ValueError(value)
         number, prefix, suffix = match.groups()
         base = 1000 if (suffix or "").lower() == "b" else 1024
-        return _positive(int(float(number) * base ** (" kmgt".index(prefix.lower()) if prefix else 0)))
+        num_bytes = int(float(number) * base ** (" kmgt".index(prefix.lower()) if prefix else 0))
+        if num_bytes < low:
+            raise ValueError(value)
+        return num_bytes
 
     return Kind("SIZE", "bytes, or a size such as 512MiB or 2G", parse)
-
-
-def _positive(number: int) -> int:
-    if number <= 0:
-        raise ValueError(number)
-    return number
 
 
 def _plain(value: object) -> str | int | float:

@@ -74,6 +74,13 @@ class CacheManager:
         state.blocks = []
         state.num_computed = 0
 
+    def undo(self, state: RequestState) -> None:
+        """Take back the blocks of the last append, whose tokens were not computed after all."""
+        for block in state.blocks[state.num_computed // self.block_size :]:
+            self.prefix.evict(block)
+        while len(state.blocks) > self._num_blocks(state.num_computed):
+            self.pool.release(state.blocks.pop(), keep=False)
+
     def check(self, states: Iterable[RequestState]) -> None:
         """Assert, between steps, that the pool adds up over all the requests there are."""
         self.pool.check()

@@ -8,14 +8,16 @@ import msgspec
 
 KVDtype = Literal["int8", "fp16", "bf16", "fp32"]
 Activations = Literal["auto", "fp32"]
-Backend = Literal["auto", "reference", "cpu"]
+Backend = Literal["auto", "reference", "cpu", "gpu"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one engine process needs to know.
 
     model_path: a model folder (see quantd.quant.checkpoint). kv_memory: bytes of the block pool, or
-    None for what is free. max_model_len: tokens of one request, or None for the model's own limit.
+    None for what is free. vram_reserve: bytes of a GPU that the pool leaves to other programs. max_model_len:
+    tokens of one request, or None for the model's own limit. same_bits: on a GPU too, a request's bits never
+    depend on who is beside it, which rules out the vendor's matrix product.
     max_num_tokens: the token budget of a step. threads: of each rank, 0 for one a physical core over all
     ranks. kernel_cache: folder of the kernels compiled on this machine, or None for the user's cache folder.
     tp: ranks that share each matrix. split: how layers are spread over stages of tp ranks (see
@@ -26,7 +28,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     backend: Backend = "auto"
     kv_dtype: KVDtype = "int8"
     activations: Activations = "auto"
+    same_bits: bool = True
     kv_memory: int | None = None
+    vram_reserve: int = 1 << 30
     max_model_len: int | None = None
     max_num_tokens: int = 512
     max_num_requests: int = 64

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
 import torch
 
 from quantd.engine.config import EngineConfig
@@ -9,8 +13,20 @@ from quantd.engine.errors import RequestError
 from quantd.engine.machine import available_memory
 from quantd.engine.models.spec import DecoderSpec
 from quantd.engine.shard import head_shares
-from quantd.engine.split import World, ends_in_layers, plan_world, stage_memory
+from quantd.engine.split import AUTO, World, ends_in_layers, plan_world, stage_memory
 from quantd.kernels.machine import physical_cores
+from quantd.kernels.select import choose_backend
+
+# Trained in bfloat16 and found to leave fp16's range, whatever type their files have.
+_WIDE_RANGE = "gemma"
+
+
+def with_backend(config: EngineConfig) -> EngineConfig:
+    """The config for this machine: "auto" is settled, so that all ranks are of one mind.
+
+    Raises QuantdError for a backend that cannot be had.
+    """
+    return msgspec.structs.replace(config, backend=choose_backend(config.backend))
 
 
 def plan_ranks(config: EngineConfig, spec: DecoderSpec, weight_bytes: int) -> World:
@@ -19,19 +35,21 @@ def plan_ranks(config: EngineConfig, spec: DecoderSpec, weight_bytes: int) -> Wo
     An automatic split fills the memory of all GPUs alike; a CPU is split into two equal stages. Raises
     RequestError for what cannot be had.
     """
-    free = _gpu_memory(config)
-    num_layers = len(spec.layers)
-    if not free:
+    num_gpus, num_layers = _num_gpus(config), len(spec.layers)
+    if not num_gpus:
         world = plan_world(config.tp, config.split, num_layers, (1.0, 1.0), 0)
         head_shares(spec.heads, world.tp)
         return world
     vocabulary = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
     ends = ends_in_layers(vocabulary, weight_bytes, num_layers)
+    # To ask a GPU takes some of its memory, for this process's context there.
+    free = [rank_memory(torch.device("cuda", i)) for i in range(num_gpus)] if config.split == AUTO else [1]
     world = plan_world(config.tp, config.split, num_layers, stage_memory(free, config.tp), ends)
-    if world.size > len(free):
+    head_shares(spec.heads, world.tp)
+    if world.size > num_gpus:
         raise RequestError(
             f"tp {config.tp} times {len(world.stages)} stages takes {world.size} GPUs, "
-            f"but there are {len(free)}",
+            f"but there are {num_gpus}",
             "tp",
         )
     return world
@@ -39,12 +57,16 @@ def plan_ranks(config: EngineConfig, spec: DecoderSpec, weight_bytes: int) -> Wo
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
     """Where a rank computes: on the GPU of its number, or on the CPU, which ranks share."""
-    return torch.device("cuda", rank) if _gpu_memory(config) else torch.device("cpu")
+    return torch.device("cuda", rank) if _num_gpus(config) else torch.device("cpu")
 
 
 def rank_memory(device: torch.device) -> int:
     """Bytes free on a device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+    if device.type != "cuda":
+        return available_memory()
+    # What loading has left behind is free too.
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def rank_threads(config: EngineConfig, num_ranks: int) -> int:
@@ -52,8 +74,17 @@ def rank_threads(config: EngineConfig, num_ranks: int) -> int:
     return config.threads or max(physical_cores() // num_ranks, 1)
 
 
-def _gpu_memory(config: EngineConfig) -> list[int]:
-    """Bytes free on each GPU, in the order of their numbers; empty where the backend is one of CPUs."""
-    if config.backend in ("auto", "reference", "cpu"):
-        return []
-    return [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())]
+def compute_dtype(model_config: Mapping[str, Any], spec: DecoderSpec, device: torch.device) -> torch.dtype:
+    """The type of activations on a GPU: that of the model's training as far as is known, else fp16.
+
+    Before sm_80 GPUs have no arithmetic in bfloat16.
+    """
+    stored = model_config.get("dtype") or model_config.get("torch_dtype")
+    wants_bf16 = stored == "bfloat16" or spec.model_type.startswith(_WIDE_RANGE)
+    has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
+    return torch.bfloat16 if wants_bf16 and has_bf16 else torch.float16
+
+
+def _num_gpus(config: EngineConfig) -> int:
+    """GPUs that ranks may have: none for a backend of CPUs, nor for the interpreter."""
+    return torch.cuda.device_count() if config.backend == "gpu" else 0

@@ -35,6 +35,8 @@ BuildRunner: TypeAlias = Callable[[EngineConfig, Progress, Fail], Runner]
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
+
 logger = logging.getLogger(__name__)
 
 
@@ -64,8 +66,13 @@ class EngineLoop:
             self._send(Events(events))
 
     def _receive(self) -> Iterator[ToEngine]:
-        """All that has come; the first of it is waited for while there is no work."""
+        """All that has come; the first of it is waited for while there is no work.
+
+        Work of the runner's own, if it has some, is done meanwhile.
+        """
         if not self.scheduler.has_work:
+            while self._inbox.empty() and self.runner.prepare():
+                pass
             yield self._inbox.get()
         while True:
             try:
@@ -93,7 +100,13 @@ class EngineLoop:
         return self.scheduler.update(plan, output)
 
     def _fail(self, plan: Plan, error: Exception) -> list[TokenEvent]:
-        """End the requests of a failed step. One failure may be theirs; a second one is the runner's."""
+        """Go on without the youngest request where memory was wanting; else end the requests of the step.
+
+        One failure may be theirs; a second one is the runner's.
+        """
+        if kind_of(error) in _OUT_OF_MEMORY and self.scheduler.put_off(plan):
+            logger.warning("a step found too little memory; its youngest request waits: %s", describe(error))
+            return []
         logger.error("a step failed", exc_info=error)
         events = self.scheduler.fail(plan, f"the step failed: {describe(error)}")
         if self._failed_before or isinstance(error, RankError):

@@ -7,7 +7,7 @@ what the rows before it wrote, and its bits are those it has in any other compan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,11 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from quantd.engine.batch import Batch, build_batch
 from quantd.engine.config import EngineConfig
-from quantd.engine.devices import rank_device, rank_memory, rank_threads
+from quantd.engine.cuda_graphs import CudaRecorder, DecodeGraphs, size_ladder, width_ladder
+from quantd.engine.devices import compute_dtype, rank_device, rank_memory, rank_threads
 from quantd.engine.errors import CapacityError
+from quantd.engine.forward import Eager, Forward, to_device
+from quantd.engine.memory import PROMPT_ROWS
 from quantd.engine.models.decoder import Decoder, last_finite
 from quantd.engine.models.spec import DecoderSpec
 from quantd.engine.parallel import Place, connect
@@ -28,28 +31,27 @@ from quantd.engine.request import Request, SamplingParams
 from quantd.engine.shard import Part
 from quantd.engine.split import even
 from quantd.engine.weights import Progress, load_weights
-from quantd.kernels.ops import AttentionInputs, KVLayer
+from quantd.kernels.ops import AttentionInputs
 from quantd.kernels.select import select_ops
 from quantd.quant.checkpoint import Checkpoint
 from quantd.quant.kv import FORMATS, KVFormat, KVPool, KVShape, block_bytes
 
-_PROMPT_ROWS = 64  # logits of so many prompt positions are in memory at a time
 _MICRO_ROWS = 64  # Fewer rows take as long as so many, or nearly.
 _MICRO_BATCHES = 4  # for each stage, at most
 
-Through = Callable[[Tensor, AttentionInputs, Sequence[KVLayer]], Tensor]
+Through = Callable[[Tensor, AttentionInputs], Tensor]
 
 
 class ModelPart:
     """What one rank computes of each step. All ranks must be called alike, with equal batches."""
 
-    def __init__(self, decoder: Decoder, place: Place, pool: KVPool) -> None:
+    def __init__(self, decoder: Decoder, place: Place, pool: KVPool, forward: Forward) -> None:
         self.decoder = decoder
         self._place = place
         self._block_size = pool.shape.block_size
+        self._device = pool.data.device
         self._kv = pool.layers()
-        records = decoder.is_whole and place.group.recordable
-        self._forward: Through = decoder.ops.compile(decoder.forward) if records else decoder.forward
+        self._forward = forward
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states behind the final norm, float32 [M, H]; for ranks of the first stage."""
@@ -63,7 +65,12 @@ class ModelPart:
         hidden = self._pass(batch, self._forward)
         if hidden is not None:
             for rows in logits_rows(batch):
-                self.decoder.logits(hidden.index_select(0, rows))
+                self.decoder.logits(select(hidden, rows))
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        """See Forward; for an engine of one rank."""
+        return self._forward.prepare()
 
     @torch.inference_mode()
     def check_finite(self) -> None:
@@ -73,20 +80,24 @@ class ModelPart:
         prompt = [i % spec.vocab_size for i in range(length)]
         state = RequestState(Request(id="", prompt=prompt, sampling=SamplingParams()))
         batch = build_batch(Plan((PlanEntry(state, 0, length, True, (0,)),)), self._block_size)
-        hidden = self._pass(batch, lambda *step: last_finite(self.decoder.parts(*step)))
+        hidden = self._pass(batch, self._checked)
         if hidden is not None:
             self.decoder.check_logits(hidden)
+
+    def _checked(self, entering: Tensor, inputs: AttentionInputs) -> Tensor:
+        step = to_device(entering, inputs, self._device)
+        return last_finite(self.decoder.parts(*step, self._kv))
 
     def _pass(self, batch: Batch, through: Through) -> Tensor | None:
         """A step's way through this rank; hidden states where the way ends here."""
         before, behind = self._place.before, self._place.behind
         if before is None or behind is None:
-            return through(batch.token_ids, batch.attention, self._kv)
+            return through(batch.token_ids, batch.attention)
         first, hidden = self._place.part.has_ends, None
         parts = list(micro_batches(batch.token_ids, batch.attention, self._num_micro_batches(batch)))
         for token_ids, inputs in parts:
             entering = token_ids if first else before.receive(len(token_ids))
-            behind.send(through(entering, inputs, self._kv))
+            behind.send(through(entering, inputs))
         if first:
             x = torch.cat([before.receive(len(token_ids)) for token_ids, _ in parts])
             hidden = self.decoder.final_norm(x)
@@ -106,8 +117,16 @@ def logits_rows(batch: Batch) -> Iterator[Tensor]:
 
 def prompt_chunks(rows: Tensor) -> Iterator[Tensor]:
     """Rows of prompt positions, a few at a time, as logits take memory."""
-    for start in range(0, len(rows), _PROMPT_ROWS):
-        yield rows[start : start + _PROMPT_ROWS]
+    for start in range(0, len(rows), PROMPT_ROWS):
+        yield rows[start : start + PROMPT_ROWS]
+
+
+def select(hidden: Tensor, rows: Tensor) -> Tensor:
+    """These rows of hidden states [M, H], each once at most, by int32 indices in the CPU's memory."""
+    if len(rows) == len(hidden):
+        return hidden
+    # index_select copies rows; indexing wakes torch's threads, which takes longer.
+    return hidden.index_select(0, rows.to(hidden.device))
 
 
 def micro_batches(
@@ -158,13 +177,38 @@ class LoadedPart:
         Raises CapacityError or NumericsError.
         """
         try:
-            pool = KVPool.allocate(self._format, self._shape, num_blocks)
-        except OSError as error:
+            pool = KVPool.allocate(self._format, self._shape, num_blocks, self.device)
+        except (OSError, torch.OutOfMemoryError) as error:
             size = num_blocks * block_bytes(self._format, self._shape)
             raise CapacityError(f"no {size} bytes for the KV cache: {error}; lower kv_memory") from error
-        part = ModelPart(self.decoder, self.place, pool)
+        part = ModelPart(self.decoder, self.place, pool, self._forward(pool))
         part.check_finite()
         return part
+
+    def _forward(self, pool: KVPool) -> Forward:
+        """What steps go through: recorded where the backend, or else a GPU, can do that."""
+        decoder, kv, device = self.decoder, pool.layers(), self.device
+        if not self.place.group.recordable:
+            return Eager(decoder.forward, kv, device)
+        if device.type == "cpu":
+            return Eager(
+                decoder.ops.compile(decoder.forward) if decoder.is_whole else decoder.forward, kv, device
+            )
+        sizes = size_ladder(self.config.max_num_requests)
+        residual = None
+        if not decoder.part.has_ends:
+            residual = torch.zeros(sizes[-1], decoder.spec.hidden_size, device=device)
+        most_blocks = min(-(-decoder.spec.max_model_len // self.config.block_size), pool.num_blocks)
+        return DecodeGraphs(
+            eager=Eager(decoder.forward, kv, device),
+            layers=decoder.forward,
+            kv=kv,
+            device=device,
+            sizes=sizes,
+            widths=width_ladder(most_blocks),
+            residual=residual,
+            record=CudaRecorder(),
+        )
 
     @property
     def _format(self) -> KVFormat:
@@ -182,15 +226,26 @@ def load_part(
     """Meet the other ranks if there are any, then read and pack a rank's part.
 
     Sets this process's number of torch threads. Raises CheckpointError, UnsupportedModelError,
-    RequestError, RankError, or QuantdError where ranks cannot sum.
+    RequestError, RankError, CapacityError, or QuantdError where ranks cannot sum.
     """
     config, world, rank = start.config, start.world, start.rank
     threads, device = rank_threads(config, world.size), rank_device(config, rank)
     torch.set_num_threads(threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     place = Place(Part.of(world, rank))
     if world.size > 1:
         place = connect(world, rank, FileStore(start.store, world.size), spec.hidden_size, device)
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
-    ops = select_ops(config.backend, config.activations, threads, kernel_cache)
-    weights = load_weights(spec, checkpoint, ops, progress, place.part)
+    dtype = compute_dtype(checkpoint.config, spec, device)
+    ops = select_ops(
+        config.backend, config.activations, threads, kernel_cache, device, dtype, config.same_bits
+    )
+    try:
+        weights = load_weights(spec, checkpoint, ops, progress, place.part, device)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"{device} has no room for its part of the model's {checkpoint.weight_bytes} bytes of weights: "
+            "free memory, spread the model with split auto or tp, or use backend cpu"
+        ) from error
     return LoadedPart(config, Decoder(spec, weights, ops, place.part, place.group), place, device)

@@ -118,3 +118,9 @@ class Runner(Protocol):
         reads them: an entry may read blocks that an earlier entry of the same plan fills. A fault
         of one request is its EntryOutput.error; an exception fails the whole step.
         """
+
+    def prepare(self) -> bool:
+        """Do a part, some tenths of a second, of what makes later steps faster; False: nothing is left.
+
+        For times when there is nothing else to do.
+        """

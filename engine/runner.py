@@ -9,18 +9,19 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from quantd.engine.batch import Batch, build_batch, prompt_logprob_positions
 from quantd.engine.config import EngineConfig
-from quantd.engine.devices import plan_ranks
+from quantd.engine.devices import plan_ranks, with_backend
 from quantd.engine.errors import NumericsError
 from quantd.engine.logprobs import token_logprob
-from quantd.engine.memory import plan_rank_blocks
+from quantd.engine.memory import plan_rank_blocks, workspace_bytes
 from quantd.engine.messages import ModelInfo
-from quantd.engine.model_part import ModelPart, load_part, prompt_chunks
+from quantd.engine.model_part import ModelPart, load_part, prompt_chunks, select
 from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.models.spec import DecoderSpec
 from quantd.engine.plan import EntryOutput, Plan, PlanEntry, StepOutput
@@ -34,11 +35,14 @@ from quantd.engine.weights import Progress
 from quantd.kernels.shortlist import Row
 from quantd.quant.checkpoint import Checkpoint, open_checkpoint
 
+if TYPE_CHECKING:
+    from quantd.engine.gpu_sampler import GpuSampler
+
 
 class ModelRunner:
     """The Runner of a decoder (see quantd.engine.plan)."""
 
-    def __init__(self, part: ModelPart, sampler: Sampler, info: ModelInfo) -> None:
+    def __init__(self, part: ModelPart, sampler: Sampler | GpuSampler, info: ModelInfo) -> None:
         self.info = info
         self._part = part
         self._sampler = sampler
@@ -49,11 +53,14 @@ class ModelRunner:
         batch = build_batch(plan, self.info.block_size)
         hidden = self._hidden(batch)
         prompts = self._prompt_logits(hidden, batch.prompt_rows)
-        # index_select copies rows; indexing wakes torch's threads, which takes longer.
-        samples = iter(self._samples(plan, hidden.index_select(0, batch.sample_rows)))
+        samples = iter(self._samples(plan, select(hidden, batch.sample_rows)))
         return StepOutput(
             tuple(_output(entry, prompts, next(samples) if entry.samples else None) for entry in plan.entries)
         )
+
+    def prepare(self) -> bool:
+        """See Runner."""
+        return self._part.prepare()
 
     def _hidden(self, batch: Batch) -> Tensor:
         """Hidden states of the batch's tokens, [M, H]."""
@@ -67,7 +74,7 @@ class ModelRunner:
     def _prompt_logits(self, hidden: Tensor, rows: Tensor) -> Iterator[Row]:
         """The logits of `rows` of hidden [M, H], computed as they are asked for, a few rows at a time."""
         for some in prompt_chunks(rows):
-            yield from self._part.decoder.logits(hidden.index_select(0, some)).numpy()
+            yield from self._part.decoder.logits(select(hidden, some)).cpu().numpy()
 
 
 def _output(entry: PlanEntry, prompt_logits: Iterator[Row], sample: Sample | None) -> EntryOutput:
@@ -102,9 +109,11 @@ def build_runner(config: EngineConfig, progress: Progress, fail: Fail = lambda f
     """Load the model of `config`, on as many ranks as it asks for, and make its block pool.
 
     progress: see load_weights; fail: see Ranks. Sets this process's number of torch threads. Raises
-    CheckpointError, UnsupportedModelError, RequestError, CapacityError, NumericsError or RankError.
+    CheckpointError, UnsupportedModelError, RequestError, CapacityError, NumericsError or RankError, or
+    QuantdError where the backend cannot be had.
     """
     begun = time.monotonic()
+    config = with_backend(config)
     checkpoint = open_checkpoint(Path(config.model_path))
     spec = decoder_spec(checkpoint.config, config.max_model_len)
     world = plan_ranks(config, spec, checkpoint.weight_bytes)
@@ -112,17 +121,15 @@ def build_runner(config: EngineConfig, progress: Progress, fail: Fail = lambda f
         return _build_leader(config, world, spec, checkpoint, progress, fail)
     loaded = load_part(StartRank(config, world, 0, store=""), spec, checkpoint, progress)
     memory = [loaded.memory]
-    num_blocks = plan_rank_blocks(config, spec.max_model_len, memory)
+    num_blocks = _plan_blocks(config, spec, memory)
     part = loaded.allocate(num_blocks)
-    return ModelRunner(
-        part, Sampler(part.decoder.ops.shortlists), _describe(config, part, memory, num_blocks, begun)
-    )
+    return ModelRunner(part, _sampler(config, part), _describe(config, part, memory, num_blocks, begun))
 
 
 class LeadingRunner(ModelRunner):
     """A runner on rank 0 of several, which compute every step together."""
 
-    def __init__(self, part: ModelPart, sampler: Sampler, info: ModelInfo, ranks: Ranks) -> None:
+    def __init__(self, part: ModelPart, sampler: Sampler | GpuSampler, info: ModelInfo, ranks: Ranks) -> None:
         super().__init__(part, sampler, info)
         self.ranks = ranks
 
@@ -132,6 +139,10 @@ class LeadingRunner(ModelRunner):
             return super().run(plan)
         except Exception as error:
             raise self.ranks.explain(error) from error
+
+    def prepare(self) -> bool:
+        """Nothing: what ranks do, they do together."""
+        return False
 
     def _hidden(self, batch: Batch) -> Tensor:
         self.ranks.send(step_of(batch))
@@ -151,7 +162,7 @@ def _build_leader(
     try:
         loaded = load_part(StartRank(config, world, 0, ranks.store), spec, checkpoint, progress)
         memory = [loaded.memory, *ranks.collect(RankLoaded)]
-        num_blocks = plan_rank_blocks(config, spec.max_model_len, memory)
+        num_blocks = _plan_blocks(config, spec, memory)
         ranks.send(Allocate(num_blocks))
         part = loaded.allocate(num_blocks)
         ranks.collect(RankReady)
@@ -159,7 +170,21 @@ def _build_leader(
         ranks.close()
         raise
     info = _describe(config, part, memory, num_blocks, begun)
-    return LeadingRunner(part, Sampler(part.decoder.ops.shortlists), info, ranks)
+    return LeadingRunner(part, _sampler(config, part), info, ranks)
+
+
+def _plan_blocks(config: EngineConfig, spec: DecoderSpec, memory: Sequence[RankLoaded]) -> int:
+    workspace = workspace_bytes(config, spec) if config.backend == "gpu" else 0
+    return plan_rank_blocks(config, spec.max_model_len, memory, workspace)
+
+
+def _sampler(config: EngineConfig, part: ModelPart) -> Sampler | GpuSampler:
+    """Draws tokens where the logits are."""
+    if config.backend != "gpu":
+        return Sampler(part.decoder.ops.shortlists)
+    from quantd.engine.gpu_sampler import GpuSampler  # needs triton
+
+    return GpuSampler()
 
 
 def _describe(

@@ -25,6 +25,8 @@ from quantd.kernels.shortlist import Cut, Row, Shortlist, shortlists
 Shortlists: TypeAlias = Callable[[Sequence[Row], Sequence[Cut]], list[Shortlist]]
 
 GREEDY_BELOW = 1e-5
+NOT_FINITE = "the model gave logits that are not finite (NaN or Inf)"
+NOTHING_ALLOWED = "min_tokens masks every token: stop_token_ids name the whole vocabulary"
 _CHUNK = 512
 
 
@@ -74,14 +76,12 @@ def _sample(raw: Row, row: Row, short: Shortlist, cut: Cut, state: RequestState)
 def check_finite(row: Row) -> None:
     """Raise NumericsError where a logit is NaN or infinite (either shows in the extremes)."""
     if not (np.isfinite(row.max()) and np.isfinite(row.min())):
-        raise NumericsError("the model gave logits that are not finite (NaN or Inf)")
+        raise NumericsError(NOT_FINITE)
 
 
 def _choose(short: Shortlist, cut: Cut, state: RequestState) -> int:
     if short.largest == -np.inf:
-        raise RequestError(
-            "min_tokens masks every token: stop_token_ids name the whole vocabulary", "min_tokens"
-        )
+        raise RequestError(NOTHING_ALLOWED, "min_tokens")
     if short.weights is None:
         return short.best
     point = uniform(state.seed, len(state.output))

@@ -40,13 +40,17 @@ class Counters:
 
 
 class Scheduler:
-    """Requests in, plans out; step outputs in, events out. Calls must alternate: schedule, update or fail."""
+    """Requests in, plans out; step outputs in, events out.
+
+    Calls must alternate: schedule, then update, put_off or fail.
+    """
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
         self.info = info
         self.cache = CacheManager(info.num_blocks, info.block_size, config.prefix_caching)
         self.max_num_tokens = config.max_num_tokens
         self.max_num_requests = config.max_num_requests
+        self._seats = config.max_num_requests
         self.running: list[RequestState] = []
         self.waiting: deque[RequestState] = deque()
         self.counters = Counters()
@@ -90,6 +94,26 @@ class Scheduler:
         pairs = zip(plan.entries, output.entries, strict=True)
         events = [self._update(entry, entry_output) for entry, entry_output in pairs]
         return [event for event in events if event is not None]
+
+    def put_off(self, plan: Plan) -> bool:
+        """Take back a step for which memory was wanting, to go on without its youngest request.
+
+        Until others end, fewer may run than did. False, and nothing is done, where that request is alone in
+        the step.
+        """
+        if len(plan.entries) < 2:
+            return False
+        self._seats = len(self.running) - 1
+        size = self.cache.block_size
+        unfilled = {block for entry in plan.entries for block in entry.blocks[entry.start // size :]}
+        # Who was just admitted may have been promised blocks of this very step.
+        misled = {e.request.id for e in plan.entries if unfilled.intersection(e.blocks[: e.start // size])}
+        for entry in reversed(plan.entries):
+            self.cache.undo(entry.request)
+            if entry is plan.entries[-1] or entry.request.id in misled:
+                self.running.remove(entry.request)
+                self._preempt(entry.request)
+        return True
 
     def fail(self, plan: Plan, error: str) -> list[TokenEvent]:
         """End all requests of a step that could not be computed."""
@@ -143,7 +167,7 @@ class Scheduler:
     def _plan_waiting(self, entries: list[PlanEntry]) -> None:
         """Admit from the queue's head while seats, budget and blocks last."""
         budget = self.max_num_tokens - sum(entry.num_tokens for entry in entries)
-        while self.waiting and budget and len(self.running) < self.max_num_requests:
+        while self.waiting and budget and len(self.running) < self._seats:
             state = self.waiting[0]
             # A block for each that runs, so that they do not need the newcomer's again in a few steps.
             if not self.cache.admit(state, headroom=len(self.running)):
@@ -160,12 +184,16 @@ class Scheduler:
         """Get a running request its blocks, by preempting from the latest on. False if that was itself."""
         while not self.cache.append(state, num_tokens):
             victim = self.running.pop()
-            self.cache.free(victim)
-            self.waiting.appendleft(victim)
-            self.counters.preemptions += 1
+            self._preempt(victim)
             if victim is state:
                 return False
         return True
+
+    def _preempt(self, state: RequestState) -> None:
+        """Put one that runs no more back to the head of the queue, without its blocks."""
+        self.cache.free(state)
+        self.waiting.appendleft(state)
+        self.counters.preemptions += 1
 
     def _count_admission(self, state: RequestState) -> None:
         """Note a request's first admission: later ones bring back what a preemption took."""
@@ -230,6 +258,7 @@ class Scheduler:
         self.cache.free(state, forget)
         queue = self.running if state in self.running else self.waiting
         queue.remove(state)
+        self._seats = min(self._seats + 1, self.max_num_requests)
 
 
 def _entry(state: RequestState, num_tokens: int) -> PlanEntry:

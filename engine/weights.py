@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quantd.engine.layers.join import Piece, equal, join_alike
-from quantd.engine.layers.rope import rope_table
+from quantd.engine.layers.rope import RopeSpec, rope_table
 from quantd.engine.models.spec import DecoderSpec, LinearSpec
 from quantd.engine.shard import Gather, Part, Shares, cut_outputs
 from quantd.kernels.ops import Ops, PackedWeight, QKNorm, RopeTable
@@ -30,6 +31,7 @@ Linear = tuple[PackedWeight, ...]
 # Where tensors of the decoder begin: in a causal model, a multimodal one (transformers 4, 5), a bare one.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "")
 _HEADS = ("lm_head", "language_model.lm_head")
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,23 @@ class DecoderWeights:
 
 
 def load_weights(
-    spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, progress: Progress, part: Part | None = None
+    spec: DecoderSpec,
+    checkpoint: Checkpoint,
+    ops: Ops,
+    progress: Progress,
+    part: Part | None = None,
+    device: torch.device = _CPU,
 ) -> DecoderWeights:
     """Check the whole checkpoint against `spec`, then read and pack it, or the part asked for.
 
-    progress is called with (bytes done, bytes in all) as matrices are read. Raises CheckpointError or
-    UnsupportedModelError, before any weight is read where the index shows the fault; RequestError where
-    the model cannot be dealt out to so many ranks.
+    device: where norms and tables go, which are not packed. progress is called with (bytes done, bytes in
+    all) as matrices are read. Raises CheckpointError or UnsupportedModelError, before any weight is read
+    where the index shows the fault; RequestError where the model cannot be dealt out to so many ranks.
     """
     layout = _Layout(spec, checkpoint)
     layout.check()
     layout.log_leftovers()
-    return _Reader(layout, part or layout.whole, ops, progress).decoder()
+    return _Reader(layout, part or layout.whole, ops, progress, device).decoder()
 
 
 class _Layout:
@@ -158,13 +165,16 @@ class _Layout:
 class _Reader:
     """Reads what a checked layout names, as far as it is a rank's part."""
 
-    def __init__(self, layout: _Layout, part: Part, ops: Ops, progress: Progress) -> None:
+    def __init__(
+        self, layout: _Layout, part: Part, ops: Ops, progress: Progress, device: torch.device
+    ) -> None:
         self._layout = layout
         self._part = part
         self._spec = layout.spec
         self._checkpoint = layout.checkpoint
         self._ops = ops
         self._progress = progress
+        self._device = device
         self._shares = Shares(layout.spec.heads, part)
         self._num_values = sum(n * k for _, (n, k) in layout.modules(part))
         self._num_read = 0
@@ -176,7 +186,7 @@ class _Reader:
             layers=tuple(self._layer(self._layout.layers[i]) for i in self._part.layers),
             final_norm=self._norm(self._layout.final_norm, self._spec.hidden_size),
             head=head,
-            ropes=tuple(rope_table(rope, self._spec.max_model_len) for rope in self._spec.ropes),
+            ropes=tuple(map(self._rope, self._spec.ropes)),
         )
 
     def _vocabulary(self) -> tuple[PackedWeight, PackedWeight]:
@@ -255,7 +265,11 @@ class _Reader:
         return self._checkpoint.tensor(f"{module}.bias", shape[:1])
 
     def _norm(self, name: str, size: int) -> Tensor:
-        return self._checkpoint.tensor(f"{name}.weight", (size,)) + self._spec.norm_offset
+        return (self._checkpoint.tensor(f"{name}.weight", (size,)) + self._spec.norm_offset).to(self._device)
+
+    def _rope(self, rope: RopeSpec) -> RopeTable:
+        table = rope_table(rope, self._spec.max_model_len)
+        return RopeTable(table.cos.to(self._device), table.sin.to(self._device))
 
     def _qk_norm(self, prefix: str) -> QKNorm | None:
         names, size = self._spec.names, self._spec.heads.head_dim

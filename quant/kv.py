@@ -24,6 +24,7 @@ from quantd.kernels.ops import KVLayer
 
 ALIGNMENT = 64
 _SCALE_DTYPE = torch.float32
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,16 @@ class KVPool:
     data: Tensor
 
     @classmethod
-    def allocate(cls, format: KVFormat, shape: KVShape, num_blocks: int) -> KVPool:
-        """Reserve num_blocks blocks. Memory is committed page by page as blocks are written.
+    def allocate(
+        cls, format: KVFormat, shape: KVShape, num_blocks: int, device: torch.device = _CPU
+    ) -> KVPool:
+        """Reserve num_blocks blocks. A CPU's memory is committed page by page as blocks are written.
 
-        Raises OSError where the system refuses even the reservation.
+        Raises OSError where the system refuses even the reservation, torch.OutOfMemoryError where a GPU does.
         """
         size = block_bytes(format, shape)
+        if device.type != "cpu":
+            return cls(format, shape, torch.zeros(num_blocks, size, dtype=torch.uint8, device=device))
         return cls(format, shape, map_pages(num_blocks * size).view(num_blocks, size))
 
     @property

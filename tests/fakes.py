@@ -79,6 +79,9 @@ class FakeRunner:
             self._write(1, entry, [hash(tuple(context[: end + 1])) for end in _positions(entry)])
         return StepOutput(tuple(self._answer(entry) for entry in plan.entries))
 
+    def prepare(self) -> bool:
+        return False
+
     def _answer(self, entry: PlanEntry) -> EntryOutput:
         request, context = entry.request.request, self._read(1, entry)
         if FAULTY_TOKEN in request.prompt:

@@ -1,6 +1,7 @@
 from queue import SimpleQueue
 
 import pytest
+import torch
 from fakes import FATAL_TOKEN, FakeRunner, continuation, make_info, make_request
 
 from quantd.engine.config import EngineConfig
@@ -89,3 +90,76 @@ def test_lost_ranks_end_the_loop_at_once() -> None:
         harness.step(Add(make_request("a", [1])))
     (event,) = events(harness.sent)
     assert event.error == "the step failed: rank 1 was ended by SIGKILL"
+
+
+class ShortOfMemory(FakeRunner):
+    """Has memory for a few requests at a time."""
+
+    room = 2
+
+    def run(self, plan: Plan) -> StepOutput:
+        if len(plan.entries) > self.room:
+            self.plans.append(plan)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+        return super().run(plan)
+
+
+def test_a_step_without_memory_is_done_again_without_its_youngest_request() -> None:
+    """All have one prompt, so that the later ones were promised blocks which that step did not fill."""
+    harness = Harness()
+    harness.loop.runner = runner = ShortOfMemory(make_info())
+    prompt = [*range(10)]
+    requests = [make_request(name, [*prompt, i], max_tokens=3 + i) for i, name in enumerate("abcd")]
+    seen = events(harness.step(*map(Add, requests)))
+    harness.loop.scheduler.check()
+    assert seen == []
+    while harness.loop.scheduler.has_work:
+        seen += events(harness.step())
+        harness.loop.scheduler.check()
+    for request in requests:
+        tokens = [token for event in seen if event.request_id == request.id for token in event.token_ids]
+        assert tokens == continuation(request, make_info())[0]
+    sizes = [len(plan.entries) for plan in runner.plans]
+    assert sizes[:4] == [4, 3, 2, 2]
+    assert harness.loop.scheduler.counters.preemptions >= 2
+
+
+def test_one_that_runs_keeps_what_it_has_when_memory_is_wanting() -> None:
+    harness = Harness()
+    harness.loop.runner = runner = ShortOfMemory(make_info())
+    runner.room = 1
+    old = make_request("old", [*range(30)], max_tokens=5)
+    harness.step(Add(old))
+    harness.step(Add(make_request("new", [*range(20)], max_tokens=2)))
+    harness.loop.scheduler.check()
+    (event,) = events(harness.step())
+    assert (event.request_id, runner.plans[-1].num_tokens) == ("old", 1)
+    seen = [event]
+    while harness.loop.scheduler.has_work:
+        seen += events(harness.step())
+    assert [event.finish_reason for event in seen if event.finish_reason] == ["length", "length"]
+
+
+def test_a_request_that_alone_finds_no_memory_ends() -> None:
+    harness = Harness()
+    harness.loop.runner = runner = ShortOfMemory(make_info())
+    runner.room = 0
+    (event,) = events(harness.step(Add(make_request("a", [1, 2]))))
+    assert event.error is not None and "out of memory" in event.error
+
+
+def test_while_nothing_comes_the_runner_prepares() -> None:
+    class Preparing(FakeRunner):
+        left = 3
+
+        def prepare(self) -> bool:
+            self.left -= 1
+            if self.left == 1:
+                harness.inbox.put(GetStats())
+            return self.left > 0
+
+    harness = Harness()
+    harness.loop.runner = runner = Preparing(make_info())
+    (stats,) = harness.step()
+    assert isinstance(stats, Stats)
+    assert runner.left == 1

@@ -10,9 +10,11 @@ import pytest
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError
 from quantd.engine.machine import available_memory
-from quantd.engine.memory import plan_blocks, plan_rank_blocks, reserve
+from quantd.engine.memory import cpu_room, gpu_room, plan_blocks, plan_rank_blocks, reserve, workspace_bytes
+from quantd.engine.models.spec import DecoderSpec, LayerSpec
 from quantd.engine.rank_messages import RankLoaded
 from quantd.kernels.machine import physical_cores
+from quantd.kernels.ops import HeadShape
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -22,38 +24,38 @@ def config(**values: int) -> EngineConfig:
 
 
 def test_a_quarter_of_free_memory() -> None:
-    assert plan_blocks(config(), 2048, MIB, 16 * GIB) == 4 * 1024
+    assert plan_blocks(config(), 2048, MIB, cpu_room(16 * GIB)) == 4 * 1024
 
 
 def test_more_where_one_request_needs_it_but_never_the_reserve() -> None:
-    assert plan_blocks(config(), 131_072, MIB, 16 * GIB) == 8192
-    assert plan_blocks(config(), 196_608, MIB, 16 * GIB) == 12 * 1024
+    assert plan_blocks(config(), 131_072, MIB, cpu_room(16 * GIB)) == 8192
+    assert plan_blocks(config(), 196_608, MIB, cpu_room(16 * GIB)) == 12 * 1024
 
 
 def test_a_context_nobody_asked_for_shrinks_to_what_fits_and_one_asked_for_does_not() -> None:
-    assert plan_blocks(config(), 262_144, MIB, 16 * GIB) == 12 * 1024
+    assert plan_blocks(config(), 262_144, MIB, cpu_room(16 * GIB)) == 12 * 1024
     with pytest.raises(CapacityError, match="max_model_len to 196608 or less"):
-        plan_blocks(config(max_model_len=262_144), 262_144, MIB, 16 * GIB)
+        plan_blocks(config(max_model_len=262_144), 262_144, MIB, cpu_room(16 * GIB))
 
 
 def test_no_more_than_all_requests_can_use() -> None:
-    assert plan_blocks(config(max_num_requests=3), 100, MIB, 64 * GIB) == 3 * 7
+    assert plan_blocks(config(max_num_requests=3), 100, MIB, cpu_room(64 * GIB)) == 3 * 7
 
 
 def test_kv_memory_is_taken_as_given_even_below_one_request() -> None:
-    assert plan_blocks(config(kv_memory=32 * MIB + 5), 2048, MIB, 0) == 32
+    assert plan_blocks(config(kv_memory=32 * MIB + 5), 2048, MIB, cpu_room(0)) == 32
 
 
 def test_kv_memory_below_one_block_is_refused_with_both_numbers() -> None:
     with pytest.raises(CapacityError, match=r"999 bytes.*1000"):
-        plan_blocks(config(kv_memory=999), 2048, 1000, GIB)
+        plan_blocks(config(kv_memory=999), 2048, 1000, cpu_room(GIB))
 
 
 def test_too_little_for_a_useful_request_is_refused_with_both_numbers_and_a_length_that_fits() -> None:
     with pytest.raises(CapacityError, match=r"2048 tokens takes 128 MiB.*100 MiB.*max_model_len to 1600"):
-        plan_blocks(config(), 8192, MIB, 200 * MIB)
-    assert plan_blocks(config(max_model_len=1600), 1600, MIB, 200 * MIB) == 100
-    assert plan_blocks(config(), 512, MIB, 200 * MIB) == 50
+        plan_blocks(config(), 8192, MIB, cpu_room(200 * MIB))
+    assert plan_blocks(config(max_model_len=1600), 1600, MIB, cpu_room(200 * MIB)) == 100
+    assert plan_blocks(config(), 512, MIB, cpu_room(200 * MIB)) == 50
 
 
 @pytest.mark.parametrize(
@@ -128,12 +130,48 @@ def rank(device: str, block_bytes: int, available: int) -> RankLoaded:
 def test_ranks_on_one_device_share_what_it_has_left() -> None:
     one = plan_rank_blocks(config(), 1 << 20, [rank("cpu", 3000, 8 << 30)])
     two = plan_rank_blocks(config(), 1 << 20, [rank("cpu", 2000, 9 << 30), rank("cpu", 1000, 8 << 30)])
-    assert one == two == plan_blocks(config(), 1 << 20, 3000, 8 << 30)
+    assert one == two == plan_blocks(config(), 1 << 20, 3000, cpu_room(8 << 30))
+
+
+def test_a_gpu_gives_all_but_the_reserve_and_the_workspace() -> None:
+    ranks = [rank("cuda:0", MIB, 24 << 30)]
+    assert plan_rank_blocks(config(), 1 << 20, ranks, workspace=3 * GIB) == 20 * 1024
+    assert plan_rank_blocks(config(vram_reserve=0), 1 << 20, ranks, workspace=3 * GIB) == 21 * 1024
+    assert plan_rank_blocks(config(max_num_requests=2), 160, ranks, workspace=3 * GIB) == 20
+
+
+def test_a_gpu_without_room_is_refused_with_what_is_set_aside() -> None:
+    with pytest.raises(
+        CapacityError, match=r"2048 tokens.*100 MiB can be had \(2148 MiB is free, 2048 MiB of"
+    ):
+        plan_blocks(config(), 8192, MIB, gpu_room(2148 * MIB, GIB, GIB))
+    assert gpu_room(GIB, GIB, GIB).limit == 0
 
 
 def test_the_device_with_the_least_room_decides() -> None:
     ranks = [rank("cuda:0", 1000, 24 << 30), rank("cuda:1", 3000, 24 << 30), rank("cuda:2", 1000, 12 << 30)]
-    assert plan_rank_blocks(config(), 1 << 20, ranks) == plan_blocks(config(), 1 << 20, 3000, 24 << 30)
+    room = gpu_room(24 << 30, GIB, MIB)
+    assert plan_rank_blocks(config(), 1 << 20, ranks, MIB) == plan_blocks(config(), 1 << 20, 3000, room)
+
+
+def test_the_workspace_covers_what_a_model_of_8b_takes() -> None:
+    """512 rows of a joined MLP matrix in float32, and the logits of 64 requests three times, are in it."""
+    spec = DecoderSpec(
+        model_type="llama",
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        heads=HeadShape(32, 8, 128),
+        layers=(LayerSpec(),) * 32,
+        ropes=(),
+        max_model_len=8192,
+        norm_eps=1e-5,
+        attention_scale=1.0,
+        tied=False,
+    )
+    workspace = workspace_bytes(config(), spec)
+    assert 512 * 3 * 14_336 * 4 + 3 * 64 * 128_256 * 4 < workspace < GIB
+    assert workspace_bytes(config(max_num_tokens=4096), spec) > workspace + 3584 * 3 * 14_336 * 4
 
 
 def test_kv_memory_is_that_of_all_ranks_together() -> None:
