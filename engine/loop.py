@@ -22,7 +22,8 @@ import msgspec
 from quantd.engine.config import EngineConfig
 from quantd.engine.connection import Connection
 from quantd.engine.errors import RankError
-from quantd.engine.messages import Abort, Add, Events, Failed, FromEngine, GetStats, Loading, ToEngine
+from quantd.engine.messages import Abort, Add, Failed, FromEngine, GetStats, Loading, ToEngine
+from quantd.engine.outbox import HOLD_SECONDS, Outbox
 from quantd.engine.plan import Plan, Runner
 from quantd.engine.ranks import Fail
 from quantd.engine.request import TokenEvent
@@ -41,7 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 class EngineLoop:
-    """Receive, schedule, run, update, emit; with nothing to do it waits for its inbox."""
+    """Receive, schedule, run, update, emit; with nothing to do it waits for its inbox.
+
+    hold_seconds: see Outbox.
+    """
 
     def __init__(
         self,
@@ -49,11 +53,13 @@ class EngineLoop:
         runner: Runner,
         inbox: SimpleQueue[ToEngine],
         send: Callable[[FromEngine], None],
+        hold_seconds: float = HOLD_SECONDS,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self._inbox = inbox
         self._send = send
+        self._outbox = Outbox(send, hold_seconds)
         self._failed_before = False
 
     def step(self) -> None:
@@ -61,9 +67,9 @@ class EngineLoop:
         events = [event for message in self._receive() for event in self._handle(message)]
         if self.scheduler.has_work:
             plan = self.scheduler.schedule()
+            self._outbox.before(plan)
             events += self._compute(plan)
-        if events:
-            self._send(Events(events))
+        self._outbox.add(events)
 
     def _receive(self) -> Iterator[ToEngine]:
         """All that has come; the first of it is waited for while there is no work.
@@ -71,6 +77,7 @@ class EngineLoop:
         Work of the runner's own, if it has some, is done meanwhile.
         """
         if not self.scheduler.has_work:
+            self._outbox.flush()
             while self._inbox.empty() and self.runner.prepare():
                 pass
             yield self._inbox.get()
@@ -110,7 +117,7 @@ class EngineLoop:
         logger.error("a step failed", exc_info=error)
         events = self.scheduler.fail(plan, f"the step failed: {describe(error)}")
         if self._failed_before or isinstance(error, RankError):
-            self._send(Events(events))
+            self._outbox.add(events)
             raise error
         self._failed_before = True
         return events

@@ -21,7 +21,7 @@ class Harness:
         self.sent: list[FromEngine] = []
         self.runner = FakeRunner(make_info())
         scheduler = Scheduler(EngineConfig(model_path=""), self.runner.info)
-        self.loop = EngineLoop(scheduler, self.runner, self.inbox, self.sent.append)
+        self.loop = EngineLoop(scheduler, self.runner, self.inbox, self.sent.append, hold_seconds=0.0)
 
     def step(self, *messages: ToEngine) -> list[FromEngine]:
         for message in messages:
