@@ -7,6 +7,7 @@ then ModelInfo or Failed; after that ToEngine and FromEngine frames. Torch is im
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -146,6 +147,9 @@ def serve(fd: int, build_runner: BuildRunner) -> None:
         runner = build_runner(config, lambda done, total: send(Loading(done, total)), fail)
         send(runner.info)
         loop = EngineLoop(Scheduler(config, runner.info), runner, inbox, send)
+        # What is here now stays: looking through it again and again for garbage would hold steps up.
+        gc.collect()
+        gc.freeze()
         while True:
             loop.step()
     except (EOFError, ConnectionError):

@@ -1,7 +1,7 @@
 """When a step's events go out: at once, or, where steps are short, a few together.
 
-Every frame wakes the daemon and its client, which then compute where the engine would. So while tokens come faster
-than any reader could tell, some wait for the next step; none waits longer than a few milliseconds.
+Every frame wakes the daemon and its client, which then compute where the engine would. So while tokens
+come faster than any reader could tell, some wait for the next step; none waits longer than a few milliseconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Outbox:
             self.flush()
 
     def before(self, plan: Plan) -> None:
-        """Send what is held before a step that computes more than one token of some request: it takes long."""
+        """Send what is held before a step that computes more than a token of some request: it takes long."""
         if plan.num_tokens > len(plan.entries):
             self.flush()
 

@@ -44,7 +44,7 @@ def test_tokens_that_come_fast_go_out_together() -> None:
 
 def test_tokens_that_come_slowly_go_out_at_once() -> None:
     sent = Sent()
-    assert [sent.add(i, after=0.005) for i in range(3)] == [[[0]], [[1]], [[2]]]
+    assert [sent.add(i, after=0.006) for i in range(3)] == [[[0]], [[1]], [[2]]]
 
 
 def test_an_end_is_not_held() -> None:
