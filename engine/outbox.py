@@ -1,7 +1,7 @@
 """When a step's events go out: at once, or, where steps are short, a few together.
 
 Every frame wakes the daemon and its client, which then compute where the engine would. So while tokens
-come faster than any reader could tell, some wait for the next step; none waits longer than a few milliseconds.
+come faster than any reader could tell, some wait for the next step; none waits more than a few milliseconds.
 """
 
 from __future__ import annotations
