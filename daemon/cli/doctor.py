@@ -5,12 +5,14 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
 import click
 
 from quantd.daemon.cli.client import DaemonClient
+from quantd.daemon.cli.gpus import ask_for_gpus, gpu_lines, gpu_section, has_c_compiler
 from quantd.daemon.cli.options import json_option
 from quantd.daemon.cli.output import print_json, spinner
 from quantd.daemon.config import Paths, client_sockets
@@ -26,21 +28,30 @@ _PROBE = (
 @click.command("doctor")
 @json_option
 def doctor_command(as_json: bool) -> None:
-    """Check versions, folders, processor, kernels and sockets."""
-    report = {
+    """Check versions, folders, processor, GPUs, kernels and sockets."""
+    with spinner("looking at this machine ..."), ThreadPoolExecutor() as pool:
+        asked = pool.submit(ask_for_gpus)  # for seconds, in which the rest is looked at
+        report = _report()
+        gpus, has_compiler = asked.result(), has_c_compiler()
+    if as_json:
+        print_json(report | {"gpus": gpu_section(gpus, has_compiler)})
+        return
+    sections = {name: list(entries.items()) for name, entries in report.items()}
+    for section, lines in (sections | {"gpus": list(gpu_lines(gpus, has_compiler))}).items():
+        click.echo(f"{section}:")
+        for key, value in lines:
+            click.echo(f"  {key:<10} {value}")
+
+
+def _report() -> dict[str, dict[str, str]]:
+    """All but the GPUs."""
+    return {
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in ("quantd", "torch")},
         "paths": _paths(Paths.from_env()),
         "processor": _processor(Paths.from_env().kernels),
         "sockets": {str(path): _socket_state(path) for path in client_sockets(None)},
     }
-    if as_json:
-        print_json(report)
-        return
-    for section, entries in report.items():
-        click.echo(f"{section}:")
-        for key, value in entries.items():
-            click.echo(f"  {key:<10} {value}")
 
 
 def _version(package: str) -> str:
@@ -67,10 +78,9 @@ def _processor(kernel_cache: Path) -> dict[str, str]:
 
 def _kernels(cache: Path) -> str:
     """The backend that an engine would take, asked of a process of its own, since it needs torch."""
-    with spinner("looking for kernels ..."):
-        probe = subprocess.run(
-            [sys.executable, "-P", "-c", _PROBE, str(cache)], capture_output=True, text=True, check=False
-        )
+    probe = subprocess.run(
+        [sys.executable, "-P", "-c", _PROBE, str(cache)], capture_output=True, text=True, check=False
+    )
     return "; ".join(line for line in (probe.stdout + probe.stderr).splitlines()[-3:] if line.strip())
 
 

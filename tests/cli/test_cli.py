@@ -193,4 +193,6 @@ def test_doctor_reports_without_a_daemon(quantd, environment: dict[str, str]) ->
     report = json.loads(quantd("doctor", "--json").stdout)
     assert report["processor"]["kernels"].startswith(("cpu ", "reference"))
     assert report["versions"]["quantd"] == "0.1.0"
+    assert report["gpus"]["torch"] == report["versions"]["torch"]
+    assert isinstance(report["gpus"]["problems"], list)
     assert report["sockets"] == {f"{environment['QUANTD_HOME']}/run/api.sock": "no daemon"}

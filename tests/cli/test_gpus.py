@@ -1,0 +1,136 @@
+"""What doctor says of GPUs: of this machine's as they are, of others' from their reports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from homes import share_kernels
+
+from quantd.daemon.cli.gpus import gpu_lines, gpu_problems, gpu_section
+from quantd.kernels.gpu.report import GpuDevice, GpuReport, collect, kernels_for
+
+TURING = GpuDevice(
+    name="RTX 2070", capability=75, memory_total=8_000_000_000, memory_free=7_000_000_000, kernels="some"
+)
+ADA = GpuDevice(
+    name="RTX 4090", capability=89, memory_total=24_000_000_000, memory_free=23_500_000_000, kernels="more"
+)
+REPORT = GpuReport(
+    driver="570.1",
+    boards=["0000:01:00.0", "0000:02:00.0"],
+    torch="2.13.0+cu128",
+    torch_cuda="12.8",
+    triton="3.9.0",
+    devices=[ADA, TURING],
+    peers=[],
+)
+
+
+def problems(has_compiler: bool = True, **changes: object) -> list[str]:
+    return list(gpu_problems(msgspec.structs.replace(REPORT, **changes), has_compiler))
+
+
+def test_two_gpus_without_faults() -> None:
+    assert list(gpu_lines(REPORT, True)) == [
+        ("driver", "570.1"),
+        ("torch", "built for CUDA 12.8"),
+        ("triton", "3.9.0"),
+        ("gpu 0", "RTX 4090, sm_89, 23.5 GB of 24.0 GB free; more"),
+        ("gpu 1", "RTX 2070, sm_75, 7.0 GB of 8.0 GB free; some"),
+        ("peers", "none, ranks exchange through the host's memory"),
+    ]
+    assert gpu_section(REPORT, True)["problems"] == []
+
+
+@pytest.mark.parametrize(("peers", "line"), [([(0, 1), (1, 0)], "0-1"), ([(0, 1)], "none, ranks")])
+def test_peers_are_those_that_reach_each_other(peers: list[tuple[int, int]], line: str) -> None:
+    lines = dict(gpu_lines(msgspec.structs.replace(REPORT, peers=peers), True))
+    assert lines["peers"].startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault", "remedy"),
+    [
+        (
+            {"driver": None, "devices": []},
+            "0000:01:00.0, 0000:02:00.0 has no driver",
+            "install NVIDIA's driver",
+        ),
+        (
+            {"torch_cuda": None, "torch": "2.13.0+cpu", "devices": []},
+            "2.13.0+cpu is built for CPUs",
+            "install",
+        ),
+        ({"cuda_error": "driver too old", "devices": []}, "(driver too old)", "update the driver"),
+        ({"triton": None}, "triton cannot be imported", "pip install 'quantd[gpu]'"),
+        ({"has_compiler": False}, "needs a C compiler", "install gcc"),
+        (
+            {"devices": [ADA, msgspec.structs.replace(TURING, capability=61, kernels="")]},
+            "gpu 1 (RTX 2070) is sm_61",
+            "CUDA_VISIBLE_DEVICES",
+        ),
+    ],
+)
+def test_each_fault_comes_with_its_remedy(changes: dict[str, object], fault: str, remedy: str) -> None:
+    (problem,) = problems(**changes)
+    assert fault in problem
+    assert remedy in problem
+
+
+def test_nothing_is_wrong_with_a_machine_that_has_no_gpu() -> None:
+    assert (
+        problems(driver=None, boards=[], devices=[], torch_cuda=None, triton=None, has_compiler=False) == []
+    )
+
+
+def test_a_helper_that_fails_is_reported() -> None:
+    assert gpu_section("No module named 'torch'", True) == {
+        "problems": ["the GPUs cannot be looked at: No module named 'torch'"]
+    }
+    assert list(gpu_lines("killed", True)) == [("problem", "the GPUs cannot be looked at: killed")]
+
+
+def test_boards_and_drivers_are_found_in_sys(tmp_path: Path) -> None:
+    for name, vendor, kind in (
+        ("0000:01:00.0", "0x10de", "0x030000"),
+        ("0000:01:00.1", "0x10de", "0x040300"),  # the card's sound
+        ("0000:02:00.0", "0x1002", "0x030000"),
+        ("0000:03:00.0", "0x10de", "0x030200"),
+    ):
+        folder = tmp_path / "bus/pci/devices" / name
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    (tmp_path / "module/nvidia").mkdir(parents=True)
+    (tmp_path / "module/nvidia/version").write_text("570.1\n")
+    report = collect(tmp_path)
+    assert report.boards == ["0000:01:00.0", "0000:03:00.0"]
+    assert report.driver == "570.1"
+
+
+def test_kernels_by_capability() -> None:
+    assert kernels_for(70) == ""
+    assert "dequantized" in kernels_for(75)
+    assert kernels_for(80) == kernels_for(120) != kernels_for(75)
+
+
+def test_the_helper_prints_what_it_finds() -> None:
+    command = [sys.executable, "-P", "-m", "quantd.kernels.gpu.report"]
+    done = subprocess.run(command, capture_output=True, check=True)
+    report = msgspec.json.decode(done.stdout, type=GpuReport)
+    assert report.torch == torch.__version__
+    assert report.torch_cuda == torch.version.cuda
+    assert len(report.devices) == torch.cuda.device_count()
+
+
+def test_doctor_has_the_section(quantd, environment: dict[str, str]) -> None:
+    share_kernels(Path(environment["QUANTD_HOME"]))
+    lines = quantd("doctor").stdout.partition("gpus:\n")[2].splitlines()
+    assert lines[0].startswith("  driver     ")
+    assert f"  triton     {metadata.version('triton')}" in lines
