@@ -58,9 +58,7 @@ def to_device(
     """What a step takes, on `device`; its int32 tensors are under way when this returns."""
     if device.type == "cpu":
         return entering, inputs
-    tensors = host_tensors(entering, inputs)
-    flat = flatten(tensors, device).to(device, non_blocking=True)
-    return from_tensors(entering, views(flat, tensors))
+    return from_tensors(entering, moved(host_tensors(entering, inputs), device))
 
 
 def host_tensors(entering: Tensor, inputs: AttentionInputs) -> list[Tensor]:
@@ -72,6 +70,13 @@ def host_tensors(entering: Tensor, inputs: AttentionInputs) -> list[Tensor]:
 def from_tensors(entering: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, AttentionInputs]:
     """The step of `host_tensors`. entering: what it is where the last tensor is not the token ids."""
     return (*tensors[len(_FIELDS) :], entering)[0], AttentionInputs(*tensors[: len(_FIELDS)])
+
+
+def moved(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of 32 or 64 bits in the CPU's memory, on `device` once one copy, under way, is through."""
+    words = [tensor.view(torch.int32) for tensor in tensors]
+    flat = flatten(words, device).to(device, non_blocking=True)
+    return [place.view(t.dtype) for place, t in zip(views(flat, words), tensors, strict=True)]
 
 
 def flatten(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -6,16 +6,18 @@ A row's token follows from its logits and its request alone, as with Sampler; th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
+from quantd.engine.forward import moved
 from quantd.engine.logprobs import token_logprob
 from quantd.engine.plan import RequestState
 from quantd.engine.request import TokenLogprob
 from quantd.engine.sampler import NOT_FINITE, NOTHING_ALLOWED, Sample, cut_of
 from quantd.kernels.gpu.sampling import sample
-from quantd.kernels.gpu.sampling_inputs import Adjustment, Draw, SamplingInputs, Status
+from quantd.kernels.gpu.sampling_inputs import Adjustment, Draw, Edits, SamplingInputs, Status
 from quantd.kernels.shortlist import Row
 
 _ERRORS = {Status.NOT_FINITE: NOT_FINITE, Status.NOTHING_ALLOWED: NOTHING_ALLOWED}
@@ -31,8 +33,8 @@ class GpuSampler:
         for the likeliest tokens.
         """
         draws = [_draw(state, logits.shape[1]) for state in requests]
-        inputs = SamplingInputs.of(draws, logits.device, [_adjustment(state) for state in requests])
-        token_ids, logprobs, status = sample(logits, inputs)
+        inputs = SamplingInputs.of(draws, "cpu", [_adjustment(state) for state in requests])
+        token_ids, logprobs, status = sample(logits, _moved(inputs, logits.device))
         packed = torch.stack((token_ids, logprobs.view(torch.int32), status)).cpu()
         rows = _rows_with_top(logits, requests)
         results = zip(
@@ -42,6 +44,21 @@ class GpuSampler:
             _sample(*result, state, rows.get(i))
             for i, (result, state) in enumerate(zip(results, requests, strict=True))
         ]
+
+
+def _moved(inputs: SamplingInputs, device: torch.device) -> SamplingInputs:
+    """On the device, without waiting for the step that computes there."""
+    own, edits = _tensors(inputs), {} if inputs.edits is None else _tensors(inputs.edits)
+    places = moved([*own.values(), *edits.values()], device)
+    inputs = replace(inputs, **dict(zip(own, places, strict=False)))
+    if inputs.edits is None:
+        return inputs
+    return replace(inputs, edits=replace(inputs.edits, **dict(zip(edits, places[len(own) :], strict=True))))
+
+
+def _tensors(record: SamplingInputs | Edits) -> dict[str, Tensor]:
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _draw(state: RequestState, vocab_size: int) -> Draw:

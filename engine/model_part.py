@@ -97,7 +97,9 @@ class ModelPart:
         parts = list(micro_batches(batch.token_ids, batch.attention, self._num_micro_batches(batch)))
         for token_ids, inputs in parts:
             entering = token_ids if first else before.receive(len(token_ids))
-            behind.send(through(entering, inputs))
+            leaving = through(entering, inputs)
+            # The next call may overwrite what is being sent.
+            behind.send(leaving.clone() if len(parts) > 1 else leaving)
         if first:
             x = torch.cat([before.receive(len(token_ids)) for token_ids, _ in parts])
             hidden = self.decoder.final_norm(x)

@@ -6,10 +6,14 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
+from triton import knobs
 
 from quantd.kernels.errors import QuantdError
+from quantd.kernels.gpu.ops import GpuOps
+from quantd.kernels.gpu.tuning import ROW_CLASSES, Plan, Shape, Tile, Tuning, gpu_of, save_tuning, with_plan
 from quantd.kernels.reference import ReferenceOps
-from quantd.kernels.select import select_ops
+from quantd.kernels.select import choose_backend, select_ops
 
 
 @pytest.fixture
@@ -47,3 +51,39 @@ def test_without_a_compiler_the_reference_serves_and_the_log_says_so(
 def test_a_cpu_backend_that_was_asked_for_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(QuantdError, match="C compiler"):
         select_ops("cpu", cache=tmp_path)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_auto_stays_on_the_cpu_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert choose_backend("auto") == "auto"
+    assert "computing on the CPU" in caplog.text
+    assert [choose_backend("cpu"), choose_backend("reference")] == ["cpu", "reference"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_was_asked_for_is_had_from_the_interpreter_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert choose_backend("gpu") == "gpu"
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    with pytest.raises(QuantdError, match=r"gpu backend cannot run here.*quantd doctor"):
+        choose_backend("gpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_auto_takes_a_gpu() -> None:
+    assert choose_backend("auto") == choose_backend("gpu") == "gpu"
+
+
+def test_gpu_ops_take_what_they_are_asked_to_and_measured_plans_from_the_cache(tmp_path: Path) -> None:
+    device = torch.device("cpu")
+    ops = select_ops("gpu", cache=tmp_path, dtype=torch.bfloat16, device=device)
+    assert isinstance(ops, GpuOps)
+    assert ops.name.endswith(" bf16")
+    shape = Shape(64, 64, 4, 64, 16)
+    slow = Plan(1, {rows: Tile(16, 64, 4, 2) for rows in ROW_CLASSES})
+    save_tuning(tmp_path, with_plan(Tuning(gpu_of(device)), shape, slow))
+    measured = select_ops("gpu", cache=tmp_path, device=device)
+    assert isinstance(measured, GpuOps)
+    assert measured._tuning.plan(shape) == slow

@@ -1,0 +1,292 @@
+"""A tiny model through the whole GPU backend: on a GPU, or on the CPU where Triton interprets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import make_info
+from in_process import Completion, InProcessEngine
+from safetensors.torch import save_file
+from torch import Tensor
+
+from quantd.engine.config import EngineConfig
+from quantd.engine.cuda_graphs import EAGER_USES, CudaRecorder, DecodeGraphs, Record, Replay
+from quantd.engine.devices import compute_dtype, with_backend
+from quantd.engine.forward import Eager
+from quantd.engine.gpu_sampler import GpuSampler
+from quantd.engine.model_part import ModelPart, load_part
+from quantd.engine.models.architectures import decoder_spec
+from quantd.engine.plan import RequestState
+from quantd.engine.rank_messages import StartRank
+from quantd.engine.request import Request, SamplingParams
+from quantd.engine.runner import LeadingRunner, ModelRunner, build_runner
+from quantd.engine.sampler import Sampler
+from quantd.engine.split import World
+from quantd.quant.checkpoint import open_checkpoint
+from quantd.quant.kv import FORMATS, KVPool, KVShape
+
+HIDDEN, INNER, VOCAB, LAYERS = 32, 32, 40, 2
+HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 16, 2, 1
+BLOCK_SIZE = 4
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": NUM_HEADS,
+    "num_key_value_heads": NUM_KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100.0,
+    "tie_word_embeddings": False,
+    "quantization_config": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 32,
+        "desc_act": False,
+        "sym": True,
+    },
+}
+# The last two begin alike, so the second finds a block of the first.
+PROMPTS = [[5, 6], [7, 8, 9, 10, 11, 12, 13], [7, 8, 9, 10, 3]]
+
+
+@pytest.fixture(autouse=True)
+def quiet_infinities() -> Iterator[None]:
+    """The interpreter computes with numpy, which warns of an Inf or NaN where a GPU goes on."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GPTQ checkpoint of 4 bits."""
+    folder = tmp_path_factory.mktemp("tiny")
+    torch.manual_seed(3)
+    q, kv = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
+    shapes = {f"self_attn.{name}_proj": (n, HIDDEN) for name, n in (("q", q), ("k", kv), ("v", kv))}
+    shapes |= {"self_attn.o_proj": (HIDDEN, q), "mlp.down_proj": (HIDDEN, INNER)}
+    shapes |= {"mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN)}
+    tensors = {
+        "model.embed_tokens.weight": torch.randn(VOCAB, HIDDEN).half(),
+        "model.norm.weight": torch.ones(HIDDEN).half(),
+        "lm_head.weight": torch.randn(VOCAB, HIDDEN).half(),
+    }
+    for i in range(LAYERS):
+        for module, (n, k) in shapes.items():
+            tensors |= gptq(f"model.layers.{i}.{module}", n, k)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{i}.{norm}.weight"] = (1 + 0.3 * torch.randn(HIDDEN)).half()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def gptq(module: str, n: int, k: int) -> dict[str, Tensor]:
+    """Random codes, eight to a word along K; all zero points 8, stored as 7."""
+    codes = torch.randint(0, 16, (k // 8, 8, n))
+    words = (codes << (4 * torch.arange(8))[:, None]).sum(1)
+    return {
+        f"{module}.qweight": (words - (words >> 31 << 32)).int(),
+        f"{module}.qzeros": torch.full((k // 32, n // 8), 0x77777777, dtype=torch.int32),
+        f"{module}.scales": (0.02 + 0.06 * torch.rand(k // 32, n)).half(),
+        f"{module}.g_idx": (torch.arange(k) // 32).int(),
+    }
+
+
+def config_of(folder: Path, **options: Any) -> EngineConfig:
+    values = {"kv_memory": 1 << 20, "threads": 1, "block_size": BLOCK_SIZE, "backend": "gpu", **options}
+    return EngineConfig(model_path=str(folder), **values)
+
+
+def build(config: EngineConfig) -> ModelRunner:
+    return build_runner(config, lambda done, total: None)
+
+
+def requests(num_tokens: int, **sampling: Any) -> list[Request]:
+    params = {"temperature": 0.0, "max_tokens": num_tokens} | sampling
+    return [
+        Request(id=str(i), prompt=prompt, sampling=SamplingParams(**params))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def asking() -> list[Request]:
+    """For log probabilities; one of the prompt's too, which rules out what is cached."""
+    first = requests(8, logprobs=1, prompt_logprobs=0)[0]
+    return [first, *requests(8, logprobs=1)[1:]]
+
+
+def token_ids(completions: list[Completion]) -> list[list[int]]:
+    assert [completion.error for completion in completions] == [None] * len(completions)
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> list[Completion]:
+    """What the reference writes."""
+    config = config_of(folder, backend="reference")
+    return InProcessEngine(config, build(config)).serve(asking())
+
+
+def test_greedy_text_is_that_of_the_reference(folder: Path, expected: list[Completion]) -> None:
+    """Prompts in chunks, a prefix that is shared, steps of prefill and decode together."""
+    config = config_of(folder, max_num_tokens=6)
+    runner = build(config)
+    assert runner.info.backend.startswith("gpu")
+    assert runner.info.kv_dtype == "int8"
+    ours = InProcessEngine(config, runner).serve(asking())
+    assert token_ids(ours) == token_ids(expected)
+    assert ours[2].num_cached == BLOCK_SIZE
+    for one, other in zip(ours, expected, strict=True):
+        for kind in ("logprobs", "prompt_logprobs"):
+            pairs = zip(getattr(one, kind), getattr(other, kind), strict=True)
+            assert all(abs(a.logprob - b.logprob) < 0.05 for a, b in pairs)
+
+
+class Graphs:
+    """A Record in Python: it runs the function again, into the same tensor."""
+
+    def __init__(self) -> None:
+        self.num_replays = 0
+
+    def __call__(self, run: Callable[[], Tensor]) -> Replay:
+        out = run()
+
+        def replay() -> Tensor:
+            self.num_replays += 1
+            return out.copy_(run())
+
+        return replay
+
+
+def recording_runner(folder: Path, record: Record) -> ModelRunner:
+    """Its decode steps are recorded for 2 and 5 requests. Its pool holds NaN where nobody has written."""
+    checkpoint = open_checkpoint(folder)
+    start = StartRank(with_backend(config_of(folder)), World(1, ((0, LAYERS),)), 0, "")
+    loaded = load_part(start, decoder_spec(checkpoint.config), checkpoint)
+    pool = KVPool.allocate(FORMATS["int8"], KVShape(LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE), 24, DEVICE)
+    pool.data.fill_(0xFF)
+    kv, layers = pool.layers(), loaded.decoder.forward
+    eager = Eager(layers, kv, DEVICE)
+    graphs = DecodeGraphs(eager, layers, kv, DEVICE, (2, 5), (8, 16), None, record)
+    part = ModelPart(loaded.decoder, loaded.place, pool, graphs)
+    return ModelRunner(part, GpuSampler(), make_info(pool.num_blocks, BLOCK_SIZE, max_model_len=64))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # in rows of nobody, by the interpreter
+def test_steps_that_are_recorded_write_the_same_text(folder: Path, expected: list[Completion]) -> None:
+    """Three requests in the place of five; then, as they end, fewer. Rows of nobody do no harm."""
+    record = Graphs() if DEVICE.type == "cpu" else CudaRecorder()
+    runner = recording_runner(folder, record)
+    while runner.prepare():
+        pass
+    served = InProcessEngine(config_of(folder), runner).serve(requests(8))
+    assert token_ids(served) == token_ids(expected)
+    if isinstance(record, Graphs):
+        assert record.num_replays == 7 - EAGER_USES
+
+
+@on_a_gpu
+def test_an_engine_on_a_gpu_replays_and_writes_the_same_text(folder: Path) -> None:
+    """Long enough for sizes to be recorded on the way; then all again from what is recorded."""
+    config = config_of(folder)
+    runner = build(config)
+    first = token_ids(InProcessEngine(config, runner).serve(requests(20)))
+    while runner.prepare():
+        pass
+    alone = InProcessEngine(config, runner).serve_alone(requests(20))
+    assert token_ids(InProcessEngine(config, runner).serve(requests(20))) == first == token_ids(alone)
+
+
+@on_two_gpus
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"split": "1,1"}], ids=str)
+def test_two_gpus_write_what_one_writes(folder: Path, ranks: dict[str, Any]) -> None:
+    one, two = (config_of(folder, **options) for options in ({}, ranks))
+    expected = token_ids(InProcessEngine(one, build(one)).serve(requests(20)))
+    runner = build(two)
+    assert isinstance(runner, LeadingRunner)
+    try:
+        assert token_ids(InProcessEngine(two, runner).serve(requests(20))) == expected
+    finally:
+        runner.ranks.close()
+
+
+def states(*params: dict[str, Any], output: tuple[int, ...] = ()) -> list[RequestState]:
+    made = [
+        RequestState(Request(id=str(i), prompt=[1, 2, 3], sampling=SamplingParams(**values)))
+        for i, values in enumerate(params)
+    ]
+    for state in made:
+        state.output += output
+    return made
+
+
+def test_what_a_request_changes_in_its_logits_is_what_the_cpu_s_sampler_changes() -> None:
+    torch.manual_seed(0)
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 0},
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 0.0, "logit_bias": {9: 20.0, 4: -100.0}, "logprobs": 1},
+        {"temperature": 0.0, "repetition_penalty": 3.0},
+        {"temperature": 0.0, "frequency_penalty": 2.0, "presence_penalty": 1.0},
+        {"temperature": 0.0, "min_tokens": 5, "stop_token_ids": tuple(range(VOCAB - 1))},
+        {"temperature": 0.0, "min_tokens": 5, "stop_token_ids": tuple(range(VOCAB)), "logit_bias": {3: 9.0}},
+        {"temperature": 0.0},
+    ]
+    logits = torch.randn(len(asked), VOCAB)
+    logits[3, [1, 2, 3]] += 4
+    logits[4, [11, 11, 12]] += 4
+    logits[7, 7] = torch.nan
+    requests = states(*asked, output=(11, 11, 12))
+    ours = GpuSampler().sample(logits.to(DEVICE), requests)
+    theirs = Sampler().sample(logits, requests)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.token_id, one.error) == (other.token_id, other.error)
+        assert (one.logprob is None) == (other.logprob is None)
+        if one.logprob is not None and other.logprob is not None:
+            assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-5)
+            assert [token for token, _ in one.logprob.top] == [token for token, _ in other.logprob.top]
+    assert [sample.error is None for sample in ours] == [True] * 6 + [False] * 2
+    assert len({sample.token_id for sample in ours}) > 4
+
+
+def test_a_seed_draws_the_same_alone_and_beside_others() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, VOCAB).to(DEVICE)
+    asked = states(*({"seed": seed} for seed in range(4)))
+    together = GpuSampler().sample(logits, asked)
+    assert GpuSampler().sample(logits[3:], asked[3:]) == together[3:]
+    later = GpuSampler().sample(logits, states(*({"seed": seed} for seed in range(4)), output=(1,)))
+    assert later != together
+
+
+@pytest.mark.parametrize(
+    ("model_config", "dtype"),
+    [
+        ({}, torch.float16),
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"torch_dtype": "bfloat16"}, torch.bfloat16),
+        ({"dtype": "bfloat16", "torch_dtype": None}, torch.bfloat16),
+    ],
+)
+def test_activations_have_the_type_of_the_checkpoint(
+    model_config: dict[str, Any], dtype: torch.dtype
+) -> None:
+    spec = decoder_spec(CONFIG)
+    assert compute_dtype(model_config, spec, torch.device("cpu")) == dtype
+    gemma = replace(spec, model_type="gemma2")
+    assert compute_dtype(model_config, gemma, torch.device("cpu")) == torch.bfloat16
