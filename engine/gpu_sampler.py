@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,16 +50,13 @@ class GpuSampler:
 def _moved(inputs: SamplingInputs, device: torch.device) -> SamplingInputs:
     """On the device, without waiting for the step that computes there."""
     own, edits = _tensors(inputs), {} if inputs.edits is None else _tensors(inputs.edits)
-    places = moved([*own.values(), *edits.values()], device)
-    inputs = replace(inputs, **dict(zip(own, places, strict=False)))
-    if inputs.edits is None:
-        return inputs
-    return replace(inputs, edits=replace(inputs.edits, **dict(zip(edits, places[len(own) :], strict=True))))
-
-
-def _tensors(record: SamplingInputs | Edits) -> dict[str, Tensor]:
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    places = iter(moved([*own.values(), *edits.values()], device))
+    # Tensors for tensors, by their names, which no type says.
+    on_device: dict[str, Any] = {name: next(places) for name in own}
+    if inputs.edits is not None:
+        edits_there: dict[str, Any] = {name: next(places) for name in edits}
+        on_device["edits"] = replace(inputs.edits, **edits_there)
+    return replace(inputs, **on_device)
 
 
 def _draw(state: RequestState, vocab_size: int) -> Draw:
