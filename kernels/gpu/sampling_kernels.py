@@ -2,9 +2,9 @@
 
 Grids are (rows, chunks) but for edits and the last merge. WORDS: int32 words of the mask a row, 0 for none.
 CHUNKS: of a row, and SLOTS: that number up to a power of two. What is found lies in tables: `stats` float32
-[R, 5, CHUNKS] and `named` int32 [R, 2, CHUNKS], tokens; `goals` float32 [R, 3]; for each search `prefix`
-int32 [9, R], the bits known at the start of each pass, and `sums` float32 [2, R, 2, CHUNKS, 16], counts and
-weights of this pass and the one before.
+[R, 5, CHUNKS] and `named` int32 [R, 2, CHUNKS], tokens; `goals` float32 [R, 3], what top_k and top_p keep
+and the largest logit; for each search `prefix` int32 [9, R], the bits known at the start of each pass, and
+`sums` float32 [2, R, 2, CHUNKS, 16], counts and weights of this pass and the one before.
 """
 
 from __future__ import annotations
