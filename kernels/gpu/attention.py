@@ -11,7 +11,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from quantd.kernels.gpu.attention_kernels import attention_kernel, merge_kernel
+from quantd.kernels.gpu.attention_kernels import INDICES, attention_kernel, merge_kernel
 from quantd.kernels.gpu.attention_plan import Launch, Tiling, num_warps_for, plan, tiling_for
 from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.gpu.kv_cache import page_strides
@@ -163,7 +163,7 @@ def _spec(
     constants = dict.fromkeys(pointers.keys() - there.keys()) | {**constants}
     names = [name for name in kernel.arg_names if name not in constants]
     signature = {name: there.get(name) or _SCALARS.get(name, "i32") for name in names}
-    multiples = ("block_stride", "scale_block_stride", *there)
+    multiples = {"block_stride", "scale_block_stride", *there} - {*INDICES}
     divisible = tuple(name for name in names if name in multiples)
     return KernelSpec(
         name, kernel, signature, constants, num_stages=_NUM_STAGES, divisible_16=divisible, **options
@@ -186,7 +186,7 @@ def _attention_spec(
     scratch = None if direct else "*fp32"
     pointers = {"q": dtype, "out": dtype, "k": pool, "v": pool, "k_scale": scale, "v_scale": scale}
     pointers |= {"partial": scratch, "partial_sums": scratch}
-    pointers |= dict.fromkeys(("positions", "query_start", "block_tables"), "*i32")
+    pointers |= dict.fromkeys(INDICES, "*i32")
     dot_type = tl.bfloat16 if page == "bf16" else tl.float16
     strides = {"HEAD_STRIDE": 16 * head_dim, "TOKEN_STRIDE": head_dim}
     if is_int8:

@@ -25,6 +25,17 @@ _LIFT = tl.constexpr(64.0)
 # Requests looked at, and partial results fetched, at a time.
 _REQUESTS = tl.constexpr(64)
 _PARTS = tl.constexpr(4)
+# What changes from step to step, and must not make triton compile anew for a 1 or a multiple of 16.
+_COUNTS = (
+    "num_requests",
+    "table_width",
+    "min_len",
+    "max_len",
+    "first_split",
+    "num_splits",
+    "splits_per_program",
+)
+INDICES = ("positions", "query_start", "block_tables")
 
 
 @triton.jit
@@ -96,7 +107,7 @@ def _load_tile(
     DIM: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """Keys and values [tokens, DIM] of one head, and what multiplies scores and weights (None: nothing)."""
+    """Keys and values [tokens, DIM] of one head, and what multiplies scores and, INT8, weights."""
     PACK: tl.constexpr = 4 if INT8 else 1
     block = tl.load(block_table + token // BLOCK_SIZE, mask=is_token, other=0).to(tl.int64)
     word = tl.arange(0, DIM // PACK)
@@ -104,7 +115,7 @@ def _load_tile(
     is_word = is_token[:, None] & (word < HEAD_DIM // PACK)[None, :]
     keys = tl.load(k + at, mask=is_word, other=0)
     values = tl.load(v + at, mask=is_word, other=0)
-    key_scale, value_scale = scale, None
+    key_scale, value_scale = scale, scale
     if INT8:
         at_scale = block * scale_block_stride + token % BLOCK_SIZE
         key_scale = (tl.load(k_scale + at_scale, mask=is_token, other=0.0) * scale)[None, :]
@@ -152,6 +163,7 @@ def _add_tile(
     total,
     mixed,
     HAS_SOFTCAP: tl.constexpr,
+    INT8: tl.constexpr,
 ):
     """Add a tile of tokens to the sums of rows.
 
@@ -168,7 +180,7 @@ def _add_tile(
     weights = tl.exp2(scores - new_top[:, None])
     ones = tl.full([values.shape[0], 16], 1.0, dtype)
     total = tl.dot(weights.to(dtype), ones, total * shrink, input_precision="ieee")
-    if value_scale is not None:
+    if INT8:
         weights = tl.where(is_seen, weights * value_scale, 0.0)
     mixed = tl.dot(weights.to(dtype), values.to(dtype), mixed * shrink, input_precision="ieee")
     return new_top, total, mixed
@@ -181,7 +193,7 @@ def _level(top, other):
     return new, tl.exp2(top - new), tl.exp2(other - new)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=INDICES)
 def attention_kernel(
     q,
     out,
@@ -275,7 +287,18 @@ def attention_kernel(
         )  # fmt: skip
         is_seen = _sees(position[:, None], token[None, :], window, HAS_WINDOW)
         top, total, mixed = _add_tile(
-            queries, keys, values, key_scale, value_scale, is_seen, softcap, top, total, mixed, HAS_SOFTCAP
+            queries,
+            keys,
+            values,
+            key_scale,
+            value_scale,
+            is_seen,
+            softcap,
+            top,
+            total,
+            mixed,
+            HAS_SOFTCAP,
+            INT8,
         )
         if ((first + TILE_LEN) % SPLIT_LEN == 0) | (first + TILE_LEN >= stop):
             if DIRECT:
@@ -296,7 +319,7 @@ def attention_kernel(
         tl.store(out + at_row, result.to(out.dtype.element_ty), mask=is_element)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=INDICES)
 def merge_kernel(
     out,
     partial,

@@ -20,7 +20,7 @@ from quantd.kernels.ops import KVLayer
 _PIECE_WORDS = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("source", "target"))
 def _copy_kernel(pool, source, target, block_words, PIECE_WORDS: tl.constexpr):
     """Grid (copies, pieces of a block). pool: int32 [num_blocks, block_words]."""
     copy = tl.program_id(0)
@@ -87,6 +87,6 @@ SPECS = (
         {"pool": "*i32", "source": "*i32", "target": "*i32", "block_words": "i32"},
         {"PIECE_WORDS": _PIECE_WORDS},
         num_warps=8,
-        divisible_16=("pool", "source", "target", "block_words"),
+        divisible_16=("pool", "block_words"),
     ),
 )

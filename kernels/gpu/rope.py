@@ -58,7 +58,7 @@ def _store(x, scale, q, pages, d, is_query, is_kept, LEN: tl.constexpr):
     tl.store(at_page, x.to(pages.dtype.element_ty), mask=is_kept[:, None] & is_element)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=("positions", "slots"))
 def _rope_kernel(
     qkv,
     q,
@@ -231,7 +231,7 @@ def _spec(dtype: str, page: str, heads: HeadShape, rotary_dim: int, has_norm: bo
         there | {"eps": "fp32", "block_stride": "i32", "scale_block_stride": "i32"},
         constants,
         num_warps=_num_warps(heads, rotary_dim),
-        divisible_16=(*there, "block_stride", "scale_block_stride"),
+        divisible_16=(*(there.keys() - {"positions", "slots"}), "block_stride", "scale_block_stride"),
     )
 
 
