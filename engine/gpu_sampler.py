@@ -59,6 +59,11 @@ def _moved(inputs: SamplingInputs, device: torch.device) -> SamplingInputs:
     return replace(inputs, **on_device)
 
 
+def _tensors(record: SamplingInputs | Edits) -> dict[str, Tensor]:
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+
 def _draw(state: RequestState, vocab_size: int) -> Draw:
     cut = cut_of(state.request.sampling, vocab_size)
     return Draw(
