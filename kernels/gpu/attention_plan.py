@@ -97,8 +97,9 @@ def _shares(num_tokens: int, num_requests: int) -> Iterator[Share]:
         yield Share(1, num_tokens, -(-num_tokens // num_requests), num_tokens, num_requests)
         return
     yield Share(1, SHORT_LEN, 1, min(num_tokens, SHORT_LEN * num_requests), num_requests)
-    longer = SHORT_LEN + 1
-    yield Share(longer, num_tokens, longer, num_tokens, min(num_requests, num_tokens // longer))
+    # As a rule one request prefills while the others decode.
+    longer, usual_len = SHORT_LEN + 1, num_tokens - num_requests + 1
+    yield Share(longer, num_tokens, usual_len, num_tokens, min(num_requests, num_tokens // longer))
 
 
 def _launch(share: Share, num_splits: int, heads: HeadShape, gpu: Gpu) -> Launch:

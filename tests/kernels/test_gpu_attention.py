@@ -229,6 +229,7 @@ def test_decode_is_split_and_long_prefill_is_not() -> None:
     short, long = plan(2048 + 15, 16, 64, heads, gpu)
     assert not short.direct and short.share.max_tokens == 128
     assert long.direct and (short.share.max_len, long.share.min_len) == (8, 9)
+    assert [launch.tile_rows for launch in plan(500, 10, 64, HeadShape(32, 32, 96), gpu)] == [16, 32]
 
 
 def test_tilings_cut_splits_evenly() -> None:
