@@ -254,3 +254,8 @@ def _choose(
 def _suggest(key: str, known: Mapping[str, Setting]) -> str:
     close = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {close[0]}?" if close else "known keys: " + ", ".join(known)
+
+
+def named_compiler() -> str | None:
+    """The C compiler that the user names, in CC; other programs read it there too."""
+    return os.environ.get("CC") or None

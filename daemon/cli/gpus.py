@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 import msgspec
 
 from quantd.daemon.cli.output import format_bytes
+from quantd.daemon.config import named_compiler
 from quantd.kernels.gpu.report import GpuDevice, GpuReport
 
 
@@ -82,7 +82,7 @@ def gpu_problems(report: GpuReport, has_compiler: bool) -> Iterator[str]:
 
 def has_c_compiler() -> bool:
     """Whether triton finds one."""
-    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
+    return bool(named_compiler() or shutil.which("gcc") or shutil.which("clang"))
 
 
 def _is_too_old(report: GpuReport, device: GpuDevice) -> bool:
