@@ -138,24 +138,23 @@ def _compile_job(job: Job) -> Report:
 
 
 def _report(cubin: bytes, shared_bytes: int, reads_code: bool) -> Report:
-    usage = _USAGE.search(_dump(cubin, "-res-usage"))
+    from triton import knobs
+
+    usage = _USAGE.search(_told(knobs.nvidia.cuobjdump.path, "-res-usage", cubin))
     assert usage is not None, "cuobjdump tells of no kernel"
     registers, stack, local = map(int, usage.groups())
     report = Report(registers, stack + local, shared_bytes)
     if not reads_code:
         return report
-    code = _dump(cubin, "-sass")
+    code = _told(knobs.nvidia.nvdisasm.path, "-c", cubin)
     return report._replace(
         num_tensor_core=len(_TENSOR_CORE.findall(code)), num_wide_loads=len(_WIDE_LOAD.findall(code))
     )
 
 
-def _dump(cubin: bytes, what: str) -> str:
-    """What cuobjdump, which comes with triton, tells of machine code."""
-    from triton import knobs
-
+def _told(tool: str, option: str, cubin: bytes) -> str:
+    """What one of the tools that come with triton tells of machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, what, file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout

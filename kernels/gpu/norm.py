@@ -183,9 +183,8 @@ def _spec(name: str, dtype: str, width: int, adds: bool, rounds: bool) -> Kernel
 
 def _specs() -> Iterator[KernelSpec]:
     yield _spec("rms_norm", "fp16", 4096, adds=False, rounds=False)
-    for dtype in ("fp16", "bf16"):
-        for width in (576, 5120, MAX_WIDTH):
-            yield _spec("add_rms_norm", dtype, width, adds=True, rounds=False)
+    for dtype, width in (("fp16", 576), ("bf16", 5120), ("fp16", MAX_WIDTH)):
+        yield _spec("add_rms_norm", dtype, width, adds=True, rounds=False)
     yield _spec("add_rms_norm_rounded", "fp16", 8192, adds=True, rounds=True)
 
 
