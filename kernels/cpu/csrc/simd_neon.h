@@ -28,7 +28,8 @@ INLINE v16 v_mul(v16 a, v16 b) { EACH(i) a.v[i] = vmulq_f32(a.v[i], b.v[i]); ret
 INLINE v16 v_div(v16 a, v16 b) { EACH(i) a.v[i] = vdivq_f32(a.v[i], b.v[i]); return a; }
 INLINE v16 v_fma(v16 a, v16 b, v16 c) { EACH(i) c.v[i] = vfmaq_f32(c.v[i], a.v[i], b.v[i]); return c; }
 /* vmaxq would give NaN for a NaN in either operand; the contract is the second operand. */
-INLINE v16 v_max(v16 a, v16 b) { EACH(i) a.v[i] = vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); return a; }
+INLINE float32x4_t max_4(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+INLINE v16 v_max(v16 a, v16 b) { EACH(i) a.v[i] = max_4(a.v[i], b.v[i]); return a; }
 INLINE v16 v_min(v16 a, v16 b) { EACH(i) a.v[i] = vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); return a; }
 INLINE v16 v_abs(v16 a) { EACH(i) a.v[i] = vabsq_f32(a.v[i]); return a; }
 INLINE v16 v_round(v16 a) { EACH(i) a.v[i] = vrndnq_f32(a.v[i]); return a; }
@@ -58,12 +59,11 @@ INLINE float v_sum(v16 x) {
   return vget_lane_f32(z, 0) + vget_lane_f32(z, 1);
 }
 
+/* The pairs of v_sum. */
 INLINE float v_max_lane(v16 x) {
-  float t[LANES], m;
-  v_store(t, x);
-  m = t[0];
-  for (int i = 1; i < LANES; i++) m = t[i] > m ? t[i] : m;
-  return m;
+  float32x4_t y = max_4(max_4(x.v[0], x.v[2]), max_4(x.v[1], x.v[3]));
+  y = max_4(y, vextq_f32(y, y, 2));
+  return vgetq_lane_f32(max_4(y, vextq_f32(y, y, 1)), 0);
 }
 
 INLINE v16 v_load_half(const void *p) {
