@@ -142,9 +142,12 @@ def _step_seconds(model: Model, runner: ModelRunner, plan: Plan) -> float:
     num_blocks = sum(len(entry.blocks) for entry in plan.entries)
     if num_blocks > runner.info.num_blocks:
         raise Skipped(f"takes {num_blocks} blocks, and there is room for {runner.info.num_blocks}")
-    errors = {entry.error for entry in runner.run(plan).entries} - {None}
-    assert not errors, errors
-    return model.setup.timer.wall(partial(runner.run, plan))
+
+    def step() -> None:
+        errors = {entry.error for entry in runner.run(plan).entries} - {None}
+        assert not errors, errors
+
+    return model.setup.timer.wall(step)
 
 
 def _decode(model: Model, batch: int, context: int, name: str) -> Row:
