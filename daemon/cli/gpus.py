@@ -74,7 +74,7 @@ def gpu_problems(report: GpuReport, has_compiler: bool) -> Iterator[str]:
             f"{report.torch_cuda}, or restart if it was updated just now"
         )
     if report.triton is None:
-        yield "triton cannot be imported: pip install 'quantd[gpu]'"
+        yield "triton cannot be imported: pip install triton, or pip install -e '.[gpu]' in quantd's folder"
     elif not has_compiler:
         yield "triton needs a C compiler to launch kernels: install gcc, or name one in CC"
     yield from (_too_old(i, device) for i, device in enumerate(report.devices) if _is_too_old(report, device))

@@ -68,7 +68,7 @@ def test_peers_are_those_that_reach_each_other(peers: list[tuple[int, int]], lin
             "install",
         ),
         ({"cuda_error": "driver too old", "devices": []}, "(driver too old)", "update the driver"),
-        ({"triton": None}, "triton cannot be imported", "pip install 'quantd[gpu]'"),
+        ({"triton": None}, "triton cannot be imported", "pip install triton"),
         ({"has_compiler": False}, "needs a C compiler", "install gcc"),
         (
             {"devices": [ADA, msgspec.structs.replace(TURING, capability=61, kernels="")]},
