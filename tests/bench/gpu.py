@@ -124,7 +124,15 @@ def _parse() -> argparse.Namespace:
 def _outcomes(names: Sequence[str], dry: bool) -> Iterator[Outcome]:
     for name in names:
         print(f"measuring: {name} ...", file=sys.stderr, flush=True)
-        yield from measure(SECTIONS[name], dry=True) if dry else measure_apart(name)
+        for outcome in measure(SECTIONS[name], dry=True) if dry else measure_apart(name):
+            print(f"  {_line(outcome)}", file=sys.stderr, flush=True)
+            yield outcome
+
+
+def _line(outcome: Outcome) -> str:
+    if isinstance(outcome, Missing):
+        return f"{outcome.measure}: not measured: {outcome.reason}"
+    return f"{outcome.measure}: {outcome.figure:.4g} {outcome.unit}"
 
 
 def _title(dry: bool) -> str:
@@ -148,7 +156,7 @@ def _print(title: str, rows: Sequence[Row], missing: Sequence[Missing], as_json:
         return
     print_rows(title, rows)
     for one in missing:
-        print(f"not measured: {one.measure}: {one.reason}")
+        print(_line(one))
 
 
 def main() -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from gpu_sides.setup import Setup
+from gpu_sides.setup import Setup, Skipped
 from gpu_sides.sizes import ModelShape
 from quantd.engine.config import EngineConfig
 from quantd.engine.gpu_sampler import GpuSampler
@@ -30,7 +30,11 @@ _WORKSPACE = 6 << 30  # for activations, logits and recorded steps
 
 
 def random_decoder(setup: Setup, shape: ModelShape, max_model_len: int) -> Decoder:
-    """Matrices at 4 bit, symmetric in groups; a plain embedding, which is the output matrix too."""
+    """Matrices at 4 bit, symmetric in groups; a plain embedding, which is the output matrix too.
+
+    Raises Skipped where there is no room.
+    """
+    setup.need(shape.num_bytes)
     ops = GpuOps(setup.device, torch.float16, same_bits=True)
     embedding = ops.pack(DenseWeight(_normal(setup, shape.vocab_size, shape.hidden)))
     spec = _spec(shape, max_model_len)
@@ -57,11 +61,16 @@ def first_layers(decoder: Decoder, number: int) -> Decoder:
 
 
 def runner_of(setup: Setup, decoder: Decoder, config: EngineConfig, num_blocks: int) -> ModelRunner:
-    """A runner as an engine builds it, with a pool of so many blocks, or as many as there is room for."""
+    """A runner as an engine builds it, with a pool of so many blocks, or as many as there is room for.
+
+    Raises Skipped where that is none.
+    """
     place = Place(Part(range(len(decoder.spec.layers))))
     loaded = LoadedPart(config, decoder, place, setup.device)
     block_bytes = loaded.memory.block_bytes
     num_blocks = min(num_blocks, (setup.free_bytes - _WORKSPACE) // block_bytes)
+    if num_blocks < 1:
+        raise Skipped(f"no room for a KV cache: {setup.free_bytes / 1e9:.0f} GB are free")
     part = loaded.allocate(num_blocks)
     info = ModelInfo(
         architecture="llama",

@@ -10,9 +10,11 @@ from sides.report import Row
 from torch import Tensor
 
 from gpu_sides.pools import BLOCK_SIZE, new_pool, step
+from gpu_sides.products import random_weight
 from gpu_sides.setup import Measure, Setup
 from gpu_sides.timing import Call
 from quantd.kernels.gpu.activation import glu
+from quantd.kernels.gpu.dequantize import dequantize, embedding
 from quantd.kernels.gpu.kv_cache import copy_blocks, gather_blocks
 from quantd.kernels.gpu.norm import add_rms_norm, add_rms_norm_rounded, rms_norm
 from quantd.kernels.gpu.rope import rope_kv_write
@@ -34,6 +36,8 @@ def others(setup: Setup) -> Iterator[Measure]:
     width = max(setup.sizes.widths)
     yield _named(f"add_rms_norm rounded to INT8, {tokens} x {width}", partial(_rounded_norm, setup, width))
     yield _named(f"silu and multiply, {tokens} tokens", partial(_glu, setup))
+    yield _named("weights of 4 bit dequantized", partial(_dequantize, setup))
+    yield _named(f"embedding of 4 bit, {tokens} tokens", partial(_embedding, setup))
     yield _named("blocks copied within the pool", partial(_copy, setup))
     yield _named("blocks gathered to host memory", partial(_gather, setup))
     for label, draw in setup.sizes.draws:
@@ -107,6 +111,21 @@ def _glu(setup: Setup, name: str) -> Row:
     num_bytes = tokens * width * 2 * 3
     calls = setup.calls(num_bytes, lambda: partial(glu, _half(setup, tokens, 2 * width), "silu"))
     return setup.of_bandwidth(name, num_bytes, calls)
+
+
+def _dequantize(setup: Setup, name: str) -> Row:
+    size = setup.sizes.square
+    weight = random_weight(setup, size, size, 4)
+    call = partial(dequantize, weight, 0, size, torch.float16)
+    return setup.of_bandwidth(name, weight.nbytes + 2 * size * size, [call])
+
+
+def _embedding(setup: Setup, name: str) -> Row:
+    """A strip of sixteen rows is read for each token."""
+    size, tokens = setup.sizes.square, setup.sizes.tokens
+    weight = random_weight(setup, size, size, 4)
+    ids = torch.randint(0, size, (tokens,), dtype=torch.int32, device=setup.device)
+    return setup.of_bandwidth(name, tokens * size * (8 + 4), [partial(embedding, ids, weight)])
 
 
 def _blocks(setup: Setup) -> Tensor:

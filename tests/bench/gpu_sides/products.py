@@ -52,7 +52,7 @@ def _measure(
     return Measure(name, lambda: _few_rows(setup, name, weight, rows, GOAL if has_goal else None))
 
 
-def random_weight(setup: Setup, n: int, k: int, bits: int, input_bits: int | None) -> GpuWeight:
+def random_weight(setup: Setup, n: int, k: int, bits: int, input_bits: int | None = None) -> GpuWeight:
     """Symmetric in groups of 128, or for INT8 inputs a scale for each output; made and packed on the GPU."""
     group = k if input_bits else min(128, k)
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, device=setup.device)

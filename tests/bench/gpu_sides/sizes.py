@@ -33,6 +33,12 @@ class ModelShape:
             "down": (self.hidden, self.intermediate),
         }
 
+    @property
+    def num_bytes(self) -> int:
+        """Of weights at 4 bit and a plain embedding, with some to spare while they are made."""
+        layer = sum(n * k for n, k in self.matrices.values()) * 5 // 8
+        return self.num_layers * layer + 4 * self.vocab_size * self.hidden
+
 
 @dataclass(frozen=True)
 class Sizes:
