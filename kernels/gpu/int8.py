@@ -9,12 +9,9 @@ from torch import Tensor
 
 from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.gpu.norm import Rounded
+from quantd.kernels.gpu.rounding import row_codes, row_scale
 
 _BLOCK = 1024
-
-# Added to a float32 below 2**22 and taken off again, it leaves the nearest integer, half to even.
-_ROUNDS = tl.constexpr(1.5 * 2**23)
-_LEAST_SCALE = tl.constexpr(torch.finfo(torch.float32).eps)
 
 
 @triton.jit
@@ -32,14 +29,12 @@ def _quantize_kernel(x, codes, scales, K, BLOCK: tl.constexpr):
         values = tl.load(x + start + columns, mask=columns < K, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(values))
         poison += values * 0.0
-    scale = tl.maximum(tl.div_rn(tl.max(largest, 0), 127.5), _LEAST_SCALE)
+    scale = row_scale(tl.max(largest, 0))
     tl.store(scales + row, scale + tl.sum(poison, 0))
     for first in range(0, K, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         values = tl.load(x + start + columns, mask=columns < K, other=0.0).to(tl.float32)
-        steps = (tl.div_rn(values, scale + tl.zeros_like(values)) + _ROUNDS) - _ROUNDS
-        steps = tl.minimum(tl.maximum(steps, -128.0), 127.0)
-        tl.store(codes + start + columns, steps.to(tl.int8), mask=columns < K)
+        tl.store(codes + start + columns, row_codes(values, scale), mask=columns < K)
 
 
 def quantize_rows(x: Tensor) -> Rounded:

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantd.kernels.gpu.compile import KernelSpec
+from quantd.kernels.gpu.rounding import row_codes, row_scale
 
 MAX_WIDTH = 16384
 
@@ -27,21 +28,13 @@ class Rounded(NamedTuple):
 
 
 @triton.jit
-def round_half_even(x):
-    """x, below 2**22, without its fraction, which a larger number pushes out."""
-    return (x + 1.5 * 2**23) - 1.5 * 2**23
-
-
-@triton.jit
 def _store_rounded(x, codes, scales, row, columns, inside, WIDTH: tl.constexpr):
     """Store x, float32 and 0 outside, by the rule of `kernels.reference.rounded_inputs`.
 
     A row with a NaN or Inf gets the scale NaN: a maximum passes over a NaN.
     """
-    scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 0), 127.5), 2.0**-23)
-    steps = round_half_even(tl.div_rn(x, scale))
-    steps = tl.minimum(tl.maximum(steps, -128.0), 127.0)
-    tl.store(codes + row * WIDTH + columns, steps.to(tl.int8), mask=inside)
+    scale = row_scale(tl.max(tl.abs(x), 0))
+    tl.store(codes + row * WIDTH + columns, row_codes(x, scale), mask=inside)
     tl.store(scales + row, scale + tl.sum(x * 0.0, 0))
 
 

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.gpu.kv_cache import page_strides
+from quantd.kernels.gpu.rounding import round_half_even
 from quantd.kernels.ops import AttentionInputs, HeadShape, KVLayer, QKNorm, RopeTable
 
 _TILE_HEADS = 8  # of a program
-# Pushes the fraction out of a float32 below 2**22, which rounds it half to even; then it is taken off again.
-_FRACTION_OUT = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit
@@ -41,8 +40,7 @@ def _normed(x, inverse_rms, q_weight, k_weight, d, is_query, is_value, LEN: tl.c
 @triton.jit
 def _codes(x, scale):
     """x in steps of `scale`, half to even; 0 where the scale is 0 or no number."""
-    steps = tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None])
-    steps = (steps + _FRACTION_OUT) - _FRACTION_OUT
+    steps = round_half_even(tl.div_rn(x, tl.where(scale > 0, scale, 1.0)[:, None]))
     steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
     return tl.where((scale > 0)[:, None], steps, 0.0)
 
