@@ -20,11 +20,10 @@ from quantd.engine.plan import RequestState
 from quantd.engine.random_stream import uniform
 from quantd.engine.request import SamplingParams, TokenLogprob
 from quantd.kernels.errors import QuantdError
-from quantd.kernels.shortlist import Cut, Row, Shortlist, shortlists
+from quantd.kernels.shortlist import GREEDY_BELOW, Cut, Row, Shortlist, shortlists
 
 Shortlists: TypeAlias = Callable[[Sequence[Row], Sequence[Cut]], list[Shortlist]]
 
-GREEDY_BELOW = 1e-5
 NOT_FINITE = "the model gave logits that are not finite (NaN or Inf)"
 NOTHING_ALLOWED = "min_tokens masks every token: stop_token_ids name the whole vocabulary"
 _CHUNK = 512

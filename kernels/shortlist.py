@@ -13,6 +13,9 @@ import numpy.typing as npt
 
 Row = npt.NDArray[np.float32]
 
+GREEDY_BELOW = 1e-5
+"""A temperature that is colder asks for the likeliest token."""
+
 
 class Cut(NamedTuple):
     """What tokens must be to stay. temperature 0: only the likeliest is asked for.

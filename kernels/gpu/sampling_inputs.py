@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5
+from quantd.kernels.shortlist import GREEDY_BELOW
 
 
 class Status(IntEnum):

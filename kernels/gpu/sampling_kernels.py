@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantd.kernels.gpu.sampling_inputs import GREEDY_BELOW, Status
+from quantd.kernels.gpu.sampling_inputs import Status
+from quantd.kernels.shortlist import GREEDY_BELOW
 
 NUM_STATS = 5
 NUM_PASSES = 8  # of four bits each; one more measures the value found
