@@ -27,7 +27,7 @@ void load_queries(tile *t) {
   }
 }
 
-/* The same for the part of them that lies in one block, from `token` of it on. */
+/* Where `count` tokens of a block lie, from `token` on, and their scales. */
 static void locate_in_block(const tile *t, const void *data, const int64_t stride[3], const float *scale_data,
                             const int64_t scale_stride[3], long id, long token, long count, const uint8_t **rows,
                             float *scales) {

@@ -1,5 +1,5 @@
-/* Codes times INT8 rows, or `fine` ones of INT16. One or two rows multiply codes as they are unpacked; more rows share a tile that is unpacked
- * to one code a byte and fp32 scales once. */
+/* Codes times INT8 rows, or `fine` ones of INT16. One or two rows multiply codes as they are unpacked; more rows share a
+ * tile that is unpacked to one code a byte and fp32 scales once. */
 #include "matmul.h"
 #include "weights.h"
 
@@ -13,13 +13,13 @@
 
 INLINE long tile_block_bytes(int planes, int parts) { return planes * PLANE_BYTES + parts * 2 * LANES * 4; }
 
-/* Sums over a block of codes as they lie in memory, for each output and each of num_rows rows (a constant). */
-INLINE void packed_dots_fine(int num_rows, int bits, const uint8_t *block, const int16_t *x, v16 *sums) {
-  vi16 sum[MAX_FEW];
+/* Sums over chunks begin .. end - 1 of a block of codes, for each output and each of num_rows rows (a constant). */
+INLINE void fine_dots(int num_rows, int bits, int begin, int end, const uint8_t *block, const int16_t *x, v16 *sums) {
+  vi16 sum[TILE_ROWS];
   UNROLL
   for (int r = 0; r < num_rows; r++) sum[r] = vi_set1(0);
   UNROLL
-  for (int c = 0; c < CHUNKS; c++) {
+  for (int c = begin; c < end; c++) {
     paired q = codes_pair(block_chunk(bits, block, c));
     UNROLL
     for (int r = 0; r < num_rows; r++) sum[r] = paired_dot_add(sum[r], q, x + BLOCK * r + 4 * c);
@@ -28,6 +28,7 @@ INLINE void packed_dots_fine(int num_rows, int bits, const uint8_t *block, const
   for (int r = 0; r < num_rows; r++) sums[r] = vi_float(sum[r]);
 }
 
+/* The same for INT8 rows, over a whole block. */
 INLINE void packed_dots(int num_rows, int bits, const uint8_t *block, const int8_t *x, v16 *sums) {
   dot low[MAX_FEW], high[MAX_FEW];
   int split = bits == 8 && WIDE_PLANES == 2;
@@ -68,7 +69,7 @@ INLINE void few_rows(int num_rows, long group, int fine, const qd_weight *w, int
       qd_row_block x = row_block(rows, group, fine, row, b);
       for (long i = 0; i < block_bytes(bits); i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i);
       if (fine)
-        packed_dots_fine(num_rows, bits, block, x.q, sums);
+        fine_dots(num_rows, bits, 0, CHUNKS, block, x.q, sums);
       else
         packed_dots(num_rows, bits, block, x.q, sums);
       UNROLL
@@ -121,21 +122,7 @@ INLINE void unpack_tile_of(const qd_weight *w, int bits, int planes, int parts, 
   }
 }
 
-INLINE void part_dots_fine(int num_rows, int begin, int end, const uint8_t *tile, const int16_t *x, v16 *sums) {
-  vi16 sum[TILE_ROWS];
-  UNROLL
-  for (int r = 0; r < num_rows; r++) sum[r] = vi_set1(0);
-  UNROLL
-  for (int c = begin; c < end; c++) {
-    paired q = codes_pair(codes_load(tile + CHUNK_BYTES * c));
-    UNROLL
-    for (int r = 0; r < num_rows; r++) sum[r] = paired_dot_add(sum[r], q, x + BLOCK * r + 4 * c);
-  }
-  UNROLL
-  for (int r = 0; r < num_rows; r++) sums[r] = vi_float(sum[r]);
-}
-
-/* Sums over chunks begin .. end - 1 of a block for num_rows rows (a constant). */
+/* Sums over chunks begin .. end - 1 of a block of a tile, for num_rows INT8 rows (a constant). */
 INLINE void part_dots(int num_rows, int planes, int begin, int end, const uint8_t *tile, const int8_t *x, v16 *sums) {
   dot low[TILE_ROWS], high[TILE_ROWS];
   UNROLL
@@ -165,7 +152,7 @@ INLINE void tile_part(int num_rows, int fine, int planes, int parts, int part, c
   const float *tile_scales = (const float *)(const void *)(tile + planes * PLANE_BYTES) + 2 * LANES * part;
   v16 sums[TILE_ROWS];
   if (fine)
-    part_dots_fine(num_rows, begin, end, tile, x.q, sums);
+    fine_dots(num_rows, 8, begin, end, tile, x.q, sums);
   else
     part_dots(num_rows, planes, begin, end, tile, x.q, sums);
   scales s = {v_load(tile_scales), v_load(tile_scales + LANES)};

@@ -1,5 +1,5 @@
 /* Threads that walk a list of ops together. An op is a few phases; a phase is a number of independent chunks that
- * threads claim from one counter, and begins when the one before is done. Which thread runs a chunk never changes its
+ * threads share out, and begins when the one before is done. Which thread runs a chunk never changes its
  * result. */
 #ifndef QD_POOL_H
 #define QD_POOL_H
