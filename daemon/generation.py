@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol, cast
+from typing import Literal, Protocol, cast
 
 from quantd.daemon.errors import GenerationError
 from quantd.daemon.metrics import Metrics
@@ -190,7 +190,7 @@ _SILENCE = Delta(index=-1)
 class _Alarm:
     """Tells a queue of every `seconds` in which nothing was heard. One timer, whatever is heard."""
 
-    def __init__(self, seconds: float, queue: asyncio.Queue[Any]) -> None:
+    def __init__(self, seconds: float, queue: asyncio.Queue[Delta | Exception]) -> None:
         self._seconds = seconds
         self._queue = queue
         self._loop = asyncio.get_running_loop()

@@ -22,7 +22,7 @@ from quantd.engine.random_stream import uniform
 from quantd.engine.request import Request, SamplingParams
 from quantd.engine.sampler import Sample, Sampler, Shortlists, cut_of, narrowed
 from quantd.kernels.cpu import load_ops
-from quantd.kernels.shortlist import shortlists
+from quantd.kernels.shortlist import Cut, Shortlist, shortlists
 
 VOCAB = 1000
 PROMPT = [3, 5, 5, 8, 13]
@@ -131,6 +131,11 @@ def candidates(backend: Shortlists, row: torch.Tensor, **sampling: Any) -> list[
     """The tokens that a request's sampling leaves."""
     cut = cut_of(SamplingParams(**sampling), row.numel())
     (short,) = backend([row.flatten().numpy()], [cut])
+    return tokens_left(short, cut)
+
+
+def tokens_left(short: Shortlist, cut: Cut) -> list[int]:
+    """What a cut leaves of a shortlist."""
     assert short.weights is not None
     kept = narrowed(short.weights, short.total, cut)
     return (kept if short.ids is None else short.ids[kept]).tolist()
@@ -156,13 +161,7 @@ def test_backends_find_the_same_tokens(filters: dict[str, Any], vocab_size: int,
         if cut.temperature == 0:
             continue
         assert one.total == pytest.approx(plain.total, rel=1e-5)
-        assert one.weights is not None and plain.weights is not None
-        tokens = [
-            kept if short.ids is None else short.ids[kept]
-            for short in (one, plain)
-            if (kept := narrowed(short.weights, short.total, cut)) is not None
-        ]
-        assert tokens[0].tolist() == tokens[1].tolist()
+        assert tokens_left(one, cut) == tokens_left(plain, cut)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
