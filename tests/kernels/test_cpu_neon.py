@@ -15,7 +15,7 @@ from quantd.kernels.cpu.build import BuildError, Variant, build, compiler
 
 PROGRAM = Path(__file__).parent / "csrc" / "path_check.c"
 HEADERS = Path(cpu.__file__).parent / "csrc"
-# A case of so many is run: 120 of them, in which every parameter takes each of its values.
+# A case of so many is run: some 130, in which every parameter takes each of its values.
 EVERY = 29
 CROSS_COMPILER = "aarch64-linux-gnu-gcc"
 EMULATOR = "qemu-aarch64"

@@ -368,6 +368,33 @@ static void check_attentions(check *c) {
                                               softcaps[cap], 0});
 }
 
+/* Shortlists: rows of logits of many sizes. */
+
+#define CAPACITY 32
+
+static void check_shortlist(check *c, long vocab_size, long top_k) {
+  float *logits = activations(c, vocab_size);
+  spoil(c, logits, vocab_size);
+  qd_shortlist list = {.logits = logits, .tail = 1e-3, .top_k = top_k, .min_weight = 1e-6f,
+                       .temperature = (float)below(c, 3) * 0.4f};
+  list.weights = take(c, 4 * CAPACITY), list.ids = take(c, 4 * CAPACITY);
+  qd_shortlist_args args = {&list, 1, vocab_size, CAPACITY};
+  run(c, &(qd_op){QD_SHORTLIST, &args}, 1, &(qd_step){0});
+  hash_floats(c, &list.largest, 1);
+  hash_bytes(c, (const uint8_t *)&list.total, sizeof list.total);
+  hash_floats(c, list.weights, CAPACITY);
+  hash_bytes(c, (const uint8_t *)list.ids, 4 * CAPACITY);
+  printf("shortlist vocab_size=%ld top_k=%ld best=%d finite=%d count=%d %016llx\n", vocab_size, top_k, list.best,
+         list.finite, list.count, (unsigned long long)c->hash);
+}
+
+static void check_shortlists(check *c) {
+  static const long top_ks[] = {0, 5};
+  for (long vocab_size = 1; vocab_size < 1200; vocab_size += 7)
+    for (long k = 0; k < LENGTH(top_ks); k++)
+      if (is_due(c)) check_shortlist(c, vocab_size, top_ks[k]);
+}
+
 int main(int argc, char **argv) {
   check c = {.pool = qd_pool_create(2), .arena = malloc(ARENA_BYTES), .every = argc > 1 ? atol(argv[1]) : 1,
              .first = argc > 2 ? atol(argv[2]) : 0};
@@ -376,6 +403,7 @@ int main(int argc, char **argv) {
   printf("%s\n", qd_path_name());
   check_linears(&c);
   check_attentions(&c);
+  check_shortlists(&c);
   qd_pool_destroy(c.pool);
   free(c.arena);
   return 0;
