@@ -6,20 +6,22 @@ Knows tokens, text and log probabilities; no models, templates or HTTP.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Literal, Protocol, cast
 
 from quantd.daemon.errors import GenerationError
 from quantd.daemon.metrics import Metrics
+from quantd.daemon.output_parser import OutputParser, Piece, PlainOutput, ToolCallDelta
 from quantd.daemon.text import StopStrings
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.request import Request, TokenEvent, TokenLogprob
 
-Finish = Literal["stop", "length"]
+Finish = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,33 @@ class ScoredToken:
 
 @dataclass(frozen=True)
 class Delta:
-    """The next piece of one choice. The last one of each choice has its finish_reason."""
+    """The next piece of one choice: a part of its content, of its reasoning or of a tool call.
+
+    The last one of each choice has its finish_reason, and stop_string where that ended it.
+    """
 
     index: int
     text: str = ""
     tokens: tuple[ScoredToken, ...] = ()
     finish_reason: Finish | None = None
+    reasoning: str = ""
+    tool_call: ToolCallDelta | None = None
+    stop_string: str | None = None
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens: each prompt counted once, all choices, and what the prefix cache spared."""
+    """Tokens: each prompt counted once, all choices, and what the prefix cache spared.
+
+    Seconds: until the model was loaded, from then to the first token, and from that to the last.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    load_seconds: float = 0.0
+    prompt_seconds: float = 0.0
+    decode_seconds: float = 0.0
 
 
 class Echo:
@@ -105,14 +119,22 @@ class Choice:
     """One continuation as text. A token's entry goes out with the first of its text that does."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, stops: StopStrings, scored: bool, echo: Echo | None
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        stops: StopStrings,
+        scored: bool,
+        echo: Echo | None = None,
+        parser: OutputParser | None = None,
     ) -> None:
         self.index = index
         self.num_tokens = 0
         self.num_cached = 0
         self.finished = False
+        self._parser = parser or PlainOutput()
+        self._calls_tools = False
         self._tokenizer = tokenizer
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(shown=self._parser.shown)
         self._stops = stops
         self._scored = scored
         self._echo = echo
@@ -136,14 +158,13 @@ class Choice:
             self._echo.add(event.prompt_logprobs)
         deltas = self.start()
         text, met = self._take(event)
-        if met or event.finish_reason is not None:
-            reason = "stop" if met else cast(Finish, event.finish_reason)
-            return [*deltas, self._finish(text, reason, cut=met)]
-        tokens = self._release(text)
-        return [*deltas, Delta(self.index, text, tokens)] if text or tokens else deltas
+        if met is not None or event.finish_reason is not None:
+            reason = "stop" if met is not None else cast(Finish, event.finish_reason)
+            return [*deltas, *self._finish(text, reason, met)]
+        return [*deltas, *self._pieces(self._parser.feed(text), self._release(text))]
 
-    def _take(self, event: TokenEvent) -> tuple[str, bool]:
-        """The text that an event sets free, and whether a stop string was met. A stop token has no text."""
+    def _take(self, event: TokenEvent) -> tuple[str, str | None]:
+        """The text that an event sets free, and the stop string that was met. A stop token has no text."""
         ids = event.token_ids[:-1] if event.finish_reason == "stop" else event.token_ids
         text = ""
         for place, token_id in enumerate(ids):
@@ -151,23 +172,38 @@ class Choice:
                 self._waiting.append(score(self._tokenizer, event.logprobs[place], self._decoded))
             free, met = self._add(self._detokenizer.feed(token_id))
             text += free
-            if met:
-                return text, True
+            if met is not None:
+                return text, met
         if event.finish_reason is None:
-            return text, False
+            return text, None
         free, met = self._add(self._detokenizer.flush())
-        return text + free + ("" if met else self._stops.flush()), met
+        return text + free + (self._stops.flush() if met is None else ""), met
 
-    def _add(self, piece: str) -> tuple[str, bool]:
+    def _add(self, piece: str) -> tuple[str, str | None]:
         self._decoded += len(piece)
         return self._stops.feed(piece)
 
-    def _finish(self, text: str, reason: Finish, cut: bool) -> Delta:
+    def _pieces(self, pieces: Sequence[Piece], tokens: tuple[ScoredToken, ...]) -> list[Delta]:
+        """A delta for each piece; the first of them has the tokens."""
+        deltas = []
+        for piece in pieces or ((Piece(),) if tokens else ()):
+            self._calls_tools = self._calls_tools or piece.tool_call is not None
+            deltas.append(
+                Delta(self.index, piece.text, tokens, reasoning=piece.reasoning, tool_call=piece.tool_call)
+            )
+            tokens = ()
+        return deltas
+
+    def _finish(self, text: str, reason: Finish, met: str | None) -> list[Delta]:
         self.finished = True
         tokens = self._release(text)
-        if not cut:
+        if met is None:
             tokens += tuple(self._waiting)
-        return Delta(self.index, text, tokens, reason)
+        pieces = (*self._parser.feed(text), *self._parser.flush())
+        *deltas, last = self._pieces(pieces, tokens) or [Delta(self.index)]
+        if reason == "stop" and self._calls_tools:
+            reason = "tool_calls"
+        return [*deltas, replace(last, finish_reason=reason, stop_string=met)]
 
     def _release(self, text: str) -> tuple[ScoredToken, ...]:
         self._released += len(text)
@@ -229,6 +265,7 @@ class Generation:
         n: int,
         metrics: Metrics,
         on_close: Callable[[], None],
+        load_seconds: float = 0.0,
     ) -> None:
         self.id = id
         self.model = model
@@ -237,6 +274,10 @@ class Generation:
         self._n = n
         self._metrics = metrics
         self._on_close = on_close
+        self._load_seconds = load_seconds
+        self._started = time.monotonic()
+        self._first: float | None = None
+        self._latest = self._started
         self._unfinished = len(jobs)
         self._ready: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._pump(request, choice)) for request, choice in jobs]
@@ -249,10 +290,14 @@ class Generation:
     def usage(self) -> Usage:
         """So far; complete once the iteration is over."""
         firsts = self._jobs[:: self._n]
+        first = self._latest if self._first is None else self._first
         return Usage(
             prompt_tokens=sum(len(request.prompt) for request, _ in firsts),
             completion_tokens=sum(choice.num_tokens for _, choice in self._jobs),
             cached_tokens=sum(choice.num_cached for _, choice in firsts),
+            load_seconds=self._load_seconds,
+            prompt_seconds=first - self._started,
+            decode_seconds=self._latest - first,
         )
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -304,6 +349,11 @@ class Generation:
         finally:
             self._on_close()
 
+    def _note_time(self) -> None:
+        self._latest = time.monotonic()
+        if self._first is None:
+            self._first = self._latest
+
     async def _pump(self, request: Request, choice: Choice) -> None:
         timer = self._metrics.timer(self.model)
         reason = "abort"
@@ -313,6 +363,7 @@ class Generation:
             async with aclosing(self._source.generate(request)) as events:
                 async for event in events:
                     timer.tokens(len(event.token_ids))
+                    self._note_time()
                     for delta in choice.feed(event):
                         self._ready.put_nowait(delta)
                         reason = delta.finish_reason or reason
@@ -329,6 +380,15 @@ class Generation:
 
 
 @dataclass
+class ToolCall:
+    """A whole call. arguments: a JSON text."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass
 class Answer:
     """One whole choice."""
 
@@ -336,16 +396,35 @@ class Answer:
     text: str = ""
     tokens: list[ScoredToken] = field(default_factory=list)
     finish_reason: Finish | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    stop_string: str | None = None
 
 
 async def collect(generation: Generation) -> list[Answer]:
     """The whole answer, as the fold of its deltas."""
-    answers = [Answer(index) for index in range(generation.num_choices)]
-    parts: list[list[str]] = [[] for _ in answers]
+    parts: list[list[Delta]] = [[] for _ in range(generation.num_choices)]
     async for delta in generation:
-        parts[delta.index].append(delta.text)
-        answers[delta.index].tokens.extend(delta.tokens)
-        answers[delta.index].finish_reason = delta.finish_reason
-    for answer in answers:
-        answer.text = "".join(parts[answer.index])
-    return answers
+        parts[delta.index].append(delta)
+    return [_fold(index, deltas) for index, deltas in enumerate(parts)]
+
+
+def _fold(index: int, deltas: Sequence[Delta]) -> Answer:
+    return Answer(
+        index,
+        text="".join(delta.text for delta in deltas),
+        tokens=[token for delta in deltas for token in delta.tokens],
+        finish_reason=deltas[-1].finish_reason,
+        reasoning="".join(delta.reasoning for delta in deltas),
+        tool_calls=_fold_calls([delta.tool_call for delta in deltas if delta.tool_call is not None]),
+        stop_string=deltas[-1].stop_string,
+    )
+
+
+def _fold_calls(parts: Sequence[ToolCallDelta]) -> list[ToolCall]:
+    calls: list[ToolCall] = []
+    for part in parts:
+        if part.index == len(calls):
+            calls.append(ToolCall(part.id or "", part.name or ""))
+        calls[part.index].arguments += part.arguments
+    return calls

@@ -6,19 +6,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from quantd.daemon.constraints import Constraint
 from quantd.daemon.errors import OverloadedError
 from quantd.daemon.generation import Choice, Echo, Generation
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import LoadedModel, Models
-from quantd.daemon.templates import ChatTemplate, Message
+from quantd.daemon.templates import Message
 from quantd.daemon.text import StopStrings
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.errors import ContextLengthError, RequestError
@@ -38,7 +40,8 @@ class Options:
 
     open: fields of sampling that the client left open, for which the model has defaults of its own.
     n: choices for each prompt; a seeded request gives choice j the seed plus j. cache_salt: prompts share
-    cached prefixes only under the same salt.
+    cached prefixes only under the same salt. constraint: what the answer must be. context_len: tokens,
+    prompt and answer, that this request may have at most, if fewer than the model's.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -47,15 +50,33 @@ class Options:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     cache_salt: str = ""
+    constraint: Constraint | None = None
+    context_len: int | None = None
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Whether the answer may or must call tools, and which, if one is named."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    name: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRequest:
-    """A conversation to go on with. model None or "default": the one at hand."""
+    """A conversation to go on with. model None or "default": the one at hand.
+
+    messages, tools: as templates read them, which is OpenAI's form with arguments of calls as objects.
+    parallel_tool_calls: whether an answer may call more than once. thinking: whether the model is to
+    reason first; None: as it does by itself.
+    """
 
     model: str | None
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] | None = None
+    tool_choice: ToolChoice = ToolChoice()
+    parallel_tool_calls: bool = True
+    thinking: bool | None = None
     documents: Sequence[dict[str, Any]] | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     options: Options = Options()
@@ -69,6 +90,14 @@ class CompletionRequest:
     prompts: Sequence[str | list[int]]
     echo: bool = False
     options: Options = Options()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation as the model reads it. text: with special tokens by name."""
+
+    text: str
+    ids: list[int]
 
 
 class Service:
@@ -90,23 +119,29 @@ class Service:
         model from loading.
         """
         with ExitStack() as held:
+            started = time.monotonic()
             model = await self._acquire(request.model, request.options.n, held)
-            if model.tokenizer.template is None:
-                raise RequestError(
-                    f"the model {model.name} has no chat template; use /v1/completions", "model"
-                )
-            prompt = await _chat_prompt(model.tokenizer, model.tokenizer.template, request)
-            return self._generate(model, [prompt], [None], request.options, held)
+            loaded = time.monotonic() - started
+            prompt = await _chat_prompt(model, request)
+            return self._generate(model, [prompt.ids], [None], request.options, held, loaded)
+
+    async def prompt(self, request: ChatRequest) -> Prompt:
+        """The prompt that `chat` would give the model. Raises as `chat`."""
+        with ExitStack() as held:
+            model = await self._acquire(request.model, 0, held)
+            return await _chat_prompt(model, request)
 
     async def complete(self, request: CompletionRequest) -> Generation:
         """Start to go on with raw prompts; choice j of prompt i has the index i * n + j. Raises as `chat`."""
         options = request.options
         with ExitStack() as held:
+            started = time.monotonic()
             model = await self._acquire(request.model, options.n * len(request.prompts), held)
+            loaded = time.monotonic() - started
             prompts = await _raw_prompts(model.tokenizer, request.prompts)
             texts = [prompt if isinstance(prompt, str) else None for prompt in request.prompts]
             try:
-                return self._generate(model, prompts, texts, options, held, request.echo)
+                return self._generate(model, prompts, texts, options, held, loaded, request.echo)
             except ContextLengthError as error:
                 error.param = "prompt"
                 raise
@@ -154,6 +189,7 @@ class Service:
         texts: Sequence[str | None],
         options: Options,
         held: ExitStack,
+        load_seconds: float,
         echo: bool = False,
     ) -> Generation:
         """Check every engine request, then start them. texts: prompts as sent, None for token ids."""
@@ -165,18 +201,22 @@ class Service:
             request = Request(
                 id=f"{generation_id}-{index}",
                 prompt=prompts[place],
-                sampling=_sampling(options, model, number, echo),
+                sampling=_sampling(options, model, number, echo, len(prompts[place])),
                 salt=options.cache_salt,
             )
-            model.engine.info.check_request(request)
+            model.engine.info.check_request(request, options.context_len)
             scored = request.sampling.logprobs is not None
             repeated = Echo(model.tokenizer, request.prompt, texts[place], scored) if echo else None
             jobs.append((request, Choice(index, model.tokenizer, stops.restarted(), scored, repeated)))
         on_close = held.pop_all().close
-        return Generation(generation_id, model.name, model.engine, jobs, options.n, self.metrics, on_close)
+        return Generation(
+            generation_id, model.name, model.engine, jobs, options.n, self.metrics, on_close, load_seconds
+        )
 
 
-def _sampling(options: Options, model: LoadedModel, number: int, echo: bool) -> SamplingParams:
+def _sampling(
+    options: Options, model: LoadedModel, number: int, echo: bool, prompt_len: int
+) -> SamplingParams:
     """The engine's parameters of a prompt's choice `number`."""
     defaults: dict[str, Any] = {name: model.defaults[name] for name in options.open & model.defaults.keys()}
     sampling = msgspec.structs.replace(options.sampling, **defaults)
@@ -187,9 +227,18 @@ def _sampling(options: Options, model: LoadedModel, number: int, echo: bool) -> 
     return msgspec.structs.replace(
         sampling,
         seed=None if sampling.seed is None else _wrap_int64(sampling.seed, number),
+        max_tokens=_max_tokens(sampling.max_tokens, options.context_len, prompt_len),
         stop_token_ids=tuple(dict.fromkeys(ends + sampling.stop_token_ids)),
         prompt_logprobs=sampling.logprobs if echo else None,
     )
+
+
+def _max_tokens(max_tokens: int | None, context_len: int | None, prompt_len: int) -> int | None:
+    """What is left of a context that the request itself bounds."""
+    if context_len is None:
+        return max_tokens
+    room = max(context_len - prompt_len, 0)
+    return room if max_tokens is None else min(max_tokens, room)
 
 
 def _wrap_int64(seed: int, number: int) -> int:
@@ -199,12 +248,16 @@ def _wrap_int64(seed: int, number: int) -> int:
     return (seed + number + INT64_MAX + 1) % (2 * (INT64_MAX + 1)) - INT64_MAX - 1
 
 
-async def _chat_prompt(tokenizer: Tokenizer, template: ChatTemplate, request: ChatRequest) -> list[int]:
-    def render() -> list[int]:
+async def _chat_prompt(model: LoadedModel, request: ChatRequest) -> Prompt:
+    tokenizer = model.tokenizer
+    template = tokenizer.template
+    if template is None:
+        raise RequestError(f"the model {model.name} has no chat template; use /v1/completions", "model")
+
+    def render() -> Prompt:
         variables = request.template_variables
-        return tokenizer.encode(
-            template.render(request.messages, request.tools, request.documents, variables)
-        )
+        text = template.render(request.messages, request.tools, request.documents, variables)
+        return Prompt(text, tokenizer.encode(text))
 
     sizes = (_MESSAGE_COST + len(message["content"]) for message in request.messages)
     return await _in_time(sum(sizes), render)

@@ -209,34 +209,32 @@ class StopStrings:
         twin._held = ""
         return twin
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """The text that is free to go out, and whether a stop string was met (then nothing may follow)."""
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """The text that is free to go out, and the stop string that was met (then nothing may follow)."""
         if not self._stops:
-            return text, False
+            return text, None
         text, known = self._held + text, len(self._held)
         for position in range(known, len(text)):
             if met := self._advance(text[position]):
-                return text[: position + 1 - met], True
+                return text[: position + 1 - len(met)], met
         free = len(text) - max(self._states)
         self._held = text[free:]
-        return text[:free], False
+        return text[:free], None
 
     def flush(self) -> str:
         """The text held back, when no more comes."""
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, char: str) -> int:
-        """Take one character; the length of the longest stop string that ends with it, or 0."""
+    def _advance(self, char: str) -> str:
+        """Take one character; the longest stop string that ends with it, or an empty text."""
         for index, (stop, fail) in enumerate(zip(self._stops, self._fails, strict=True)):
             state = self._states[index]
             while state and stop[state] != char:
                 state = fail[state - 1]
             self._states[index] = state + (stop[state] == char)
-        return max(
-            (len(stop) for stop, state in zip(self._stops, self._states, strict=True) if state == len(stop)),
-            default=0,
-        )
+        met = (stop for stop, state in zip(self._stops, self._states, strict=True) if state == len(stop))
+        return max(met, key=len, default="")
 
 
 def _failure_table(word: str) -> list[int]:

@@ -99,9 +99,22 @@ class Tokenizer:
         """The text of a whole list, special tokens skipped, no clean-up of spaces."""
         return self._core.decode(list(ids), skip_special_tokens=True)
 
-    def detokenizer(self, at_start: bool = False) -> IncrementalDetokenizer:
-        """A new incremental detokenizer. at_start: False for text that goes on from a prompt."""
-        return IncrementalDetokenizer(self._makers, self._piece, at_start)
+    def detokenizer(
+        self, at_start: bool = False, shown: frozenset[str] = frozenset()
+    ) -> IncrementalDetokenizer:
+        """A new incremental detokenizer.
+
+        at_start: False for text that goes on from a prompt. shown: special tokens that are text here.
+        """
+        if not shown:
+            return IncrementalDetokenizer(self._makers, self._piece, at_start)
+
+        def piece_of(token_id: int) -> str | None:
+            piece = self._piece(token_id)
+            name = self._core.id_to_token(token_id) if piece is None else None
+            return name if name in shown else piece
+
+        return IncrementalDetokenizer(self._makers, piece_of, at_start)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to a running text; a special token's name."""

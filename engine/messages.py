@@ -57,13 +57,18 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
         """Tokens, prompt and output, at which a request ends: the context or the pool is full."""
         return min(self.max_model_len, self.kv_tokens)
 
-    def check_request(self, request: Request) -> None:
-        """Raise RequestError, or ContextLengthError, if this model can never serve the request."""
+    def check_request(self, request: Request, context_len: int | None = None) -> None:
+        """Raise RequestError, or ContextLengthError, if this model can never serve the request.
+
+        context_len: a bound of the request's own, in tokens.
+        """
         prompt_len, limit = len(request.prompt), self.max_request_len
+        if context_len is not None:
+            limit = min(limit, context_len)
         if not prompt_len:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
         if prompt_len >= limit:
-            name = "context length" if limit == self.max_model_len else "KV cache (see --kv-memory)"
+            name = self._limit_name(limit)
             message = (
                 f"the prompt has {prompt_len} tokens and needs room for one more, but the {name} is {limit}"
             )
@@ -72,6 +77,13 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(f"token id {token_id} is not in 0..{self.vocab_size - 1}", "prompt")
         request.sampling.validate(self.vocab_size)
+
+    def _limit_name(self, limit: int) -> str:
+        if limit == self.max_model_len:
+            return "context length"
+        return (
+            "KV cache (see --kv-memory)" if limit == self.kv_tokens else "context that the request asks for"
+        )
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):

@@ -1,12 +1,14 @@
 """The one place that turns the exception family into HTTP: rows of type, status, kind and code.
 
-The shape is OpenAI's: {"error": {"message", "type", "param", "code"}}.
+A dialect writes a Fault in its own shape; OpenAI's is here, for all paths that have no other.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -17,6 +19,27 @@ from quantd.kernels.errors import QuantdError
 from quantd.quant.errors import CheckpointError, UnsupportedModelError
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An error in words. kind and code: OpenAI's type and code. context: (prompt tokens, limit) of a
+    prompt that is too long.
+    """
+
+    status: int
+    message: str
+    kind: str = "server_error"
+    code: str | None = None
+    param: str | None = None
+    context: tuple[int, int] | None = None
+
+
+ErrorShape: TypeAlias = Callable[[Fault], Mapping[str, Any]]
+"""Writes a fault as the JSON body of a dialect."""
+
+# The shapes of handlers whose dialect is not OpenAI's.
+ERROR_SHAPES = web.AppKey[Mapping[Any, ErrorShape]]("error_shapes")
 
 # The first row that an error is an instance of counts.
 _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
@@ -32,29 +55,23 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
 )
 
 
-def error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status and JSON body of an error. One outside the family is our own fault and is logged."""
+def fault_of(error: Exception) -> Fault:
+    """The fault that an error is. One outside the family is our own and is logged."""
     for kind, status, type_name, code in _ROWS:
         if isinstance(error, kind):
-            body = {
-                "message": str(error),
-                "type": type_name,
-                "param": getattr(error, "param", None),
-                "code": code,
-            }
-            if isinstance(error, ContextLengthError):
-                body |= {"n_prompt_tokens": error.prompt_len, "n_ctx": error.limit}
-            return status, {"error": body}
+            context = (error.prompt_len, error.limit) if isinstance(error, ContextLengthError) else None
+            return Fault(status, str(error), type_name, code, getattr(error, "param", None), context)
     _log.error("a request failed in a way it should not", exc_info=error)
-    message = f"internal error: {type(error).__name__}; the daemon's log has the details"
-    return 500, {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
+    return Fault(500, f"internal error: {type(error).__name__}; the daemon's log has the details")
 
 
-def error_response(error: Exception) -> web.Response:
-    """The whole HTTP answer."""
-    status, body = error_body(error)
-    headers = {"Retry-After": "1"} if status == 429 else {}
-    return json_response(body, status, headers)
+def openai_error(fault: Fault) -> dict[str, Any]:
+    """OpenAI's shape; a context that is too short is told with llama-server's two numbers."""
+    body: dict[str, Any] = {"message": fault.message, "type": fault.kind}
+    body |= {"param": fault.param, "code": fault.code}
+    if fault.context is not None:
+        body["n_prompt_tokens"], body["n_ctx"] = fault.context
+    return {"error": body}
 
 
 def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -66,19 +83,23 @@ def json_response(body: object, status: int = 200, headers: dict[str, str] | Non
 
 @web.middleware
 async def answer_errors(request: web.Request, handler: Any) -> web.StreamResponse:
-    """The boundary of HTTP requests: every error becomes an answer in the one shape."""
+    """The boundary of HTTP requests: every error becomes an answer in the shape of its dialect."""
+    headers = {}
     try:
         response: web.StreamResponse = await handler(request)
         return response
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         message = f"{error.reason}: {request.method} {request.path}"
-        body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        return json_response({"error": body}, error.status, allow)
+        fault = Fault(error.status, message, "invalid_request_error")
     except web.RequestPayloadError:
-        fault = "the body is not what its Content-Encoding or Transfer-Encoding says"
-        return error_response(RequestError(fault))
+        reason = "the body is not what its Content-Encoding or Transfer-Encoding says"
+        fault = fault_of(RequestError(reason))
     except Exception as error:
-        return error_response(error)
+        fault = fault_of(error)
+    if fault.status == 429:
+        headers["Retry-After"] = "1"
+    shape = request.app[ERROR_SHAPES].get(request.match_info.handler, openai_error)
+    return json_response(shape(fault), fault.status, headers)

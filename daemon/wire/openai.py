@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from quantd.daemon.generation import Answer, Delta, ScoredToken, Usage
-from quantd.daemon.wire.errors import error_body
+from quantd.daemon.wire.errors import fault_of, openai_error
 from quantd.daemon.wire.stream import sse_frame
 
 # JSON has no infinity; OpenAI writes this for a token that cannot be.
@@ -38,7 +38,7 @@ class _Stream:
         return [*(asked if self._wants_usage else []), b"data: [DONE]\n\n"]
 
     def error(self, error: Exception) -> Sequence[bytes]:
-        return [sse_frame(error_body(error)[1])]
+        return [sse_frame(openai_error(fault_of(error)))]
 
 
 class ChatStream(_Stream):

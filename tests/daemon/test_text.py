@@ -95,7 +95,7 @@ def test_unknown_decoders_are_refused_by_name() -> None:
         decoder_steps(None)
 
 
-def cut(stops: Sequence[str], parts: Sequence[str]) -> tuple[str, bool]:
+def cut(stops: Sequence[str], parts: Sequence[str]) -> tuple[str, str | None]:
     used = StopStrings(stops)
     used.feed("ab")
     filter_ = used.restarted()
@@ -103,18 +103,18 @@ def cut(stops: Sequence[str], parts: Sequence[str]) -> tuple[str, bool]:
     for part in parts:
         free, met = filter_.feed(part)
         text += free
-        if met:
-            return text, True
-    return text + filter_.flush(), False
+        if met is not None:
+            return text, met
+    return text + filter_.flush(), None
 
 
-def first_completed(stops: Sequence[str], text: str) -> tuple[str, bool]:
+def first_completed(stops: Sequence[str], text: str) -> tuple[str, str | None]:
     """The specification: read character by character until some stop string is there."""
     for end in range(1, len(text) + 1):
         met = [stop for stop in stops if text[:end].endswith(stop)]
         if met:
-            return text[: end - max(map(len, met))], True
-    return text, False
+            return text[: end - max(map(len, met))], max(met, key=len)
+    return text, None
 
 
 @given(
@@ -127,9 +127,9 @@ def test_stop_strings_do_not_depend_on_the_cuts(stops: list[str], parts: list[st
 
 def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     filter_ = StopStrings(["\n\nUser:", "END"])
-    assert filter_.feed("a\n\nUs") == ("a", False)
-    assert filter_.feed("e the EN") == ("\n\nUse the ", False)
-    assert filter_.feed("Dless") == ("", True)
+    assert filter_.feed("a\n\nUs") == ("a", None)
+    assert filter_.feed("e the EN") == ("\n\nUse the ", None)
+    assert filter_.feed("Dless") == ("", "END")
 
 
 def test_case_literal_matches_ours() -> None:

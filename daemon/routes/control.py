@@ -1,0 +1,110 @@
+"""What the command line asks of a daemon: health, status, load, unload, stop; and its metrics."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from quantd.daemon.models import ModelEntry
+from quantd.daemon.routes.keys import CONTROL, SERVICE
+from quantd.daemon.routes.route import Route
+from quantd.daemon.wire.errors import fault_of, json_response, openai_error
+from quantd.daemon.wire.openai_request import parse
+from quantd.engine.messages import Stats
+
+
+class ModelBody(msgspec.Struct, frozen=True):
+    """Which model; `options` are engine options for a new load."""
+
+    model: str
+    options: dict[str, Any] = {}
+
+
+async def health(request: web.Request) -> web.StreamResponse:
+    """GET /health: the daemon answers, whether or not a model is loaded."""
+    return json_response({"status": "ok"})
+
+
+async def status(request: web.Request) -> web.StreamResponse:
+    """GET /quantd/status"""
+    control = request.app[CONTROL]
+    stats = await control.models.stats()
+    return json_response(
+        {
+            "version": control.version,
+            "pid": os.getpid(),
+            "uptime_seconds": time.monotonic() - control.started,
+            "listening": control.listening,
+            "models": [_model_status(entry, stats.get(entry.name)) for entry in control.models.entries],
+        }
+    )
+
+
+def _model_status(entry: ModelEntry, stats: Stats | None) -> dict[str, Any]:
+    done, total = entry.progress
+    model = entry.model
+    return {
+        "name": entry.name,
+        "state": entry.state,
+        "progress": {"done": done, "total": total},
+        "info": None if model is None else msgspec.structs.asdict(model.engine.info),
+        "stats": None if stats is None else msgspec.structs.asdict(stats),
+    }
+
+
+async def load(request: web.Request) -> web.StreamResponse:
+    """POST /quantd/load: a line of JSON for each step, the last one with the model's info or an error."""
+    body = parse(await request.read(), ModelBody)
+    entry = await request.app[CONTROL].models.open(body.model, body.options)
+    response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+    await response.prepare(request)
+    async for done, total in entry.watch():
+        await _line(response, {"status": "loading", "done": done, "total": total})
+    try:
+        model = await entry.loaded()
+    # The boundary of a request once its status is out.
+    except Exception as error:
+        await _line(response, openai_error(fault_of(error)))
+    else:
+        await _line(response, {"status": "ready", "info": msgspec.structs.asdict(model.engine.info)})
+    await response.write_eof()
+    return response
+
+
+async def _line(response: web.StreamResponse, message: dict[str, Any]) -> None:
+    await response.write(msgspec.json.encode(message) + b"\n")
+
+
+async def unload(request: web.Request) -> web.StreamResponse:
+    """POST /quantd/unload: answers once the engine has ended."""
+    body = parse(await request.read(), ModelBody)
+    await request.app[CONTROL].models.unload(body.model)
+    return json_response({"status": "unloaded", "model": body.model})
+
+
+async def stop(request: web.Request) -> web.StreamResponse:
+    """POST /quantd/stop: what runs may finish, then the daemon ends."""
+    request.app[CONTROL].stop.set()
+    return json_response({"status": "stopping"})
+
+
+async def metrics(request: web.Request) -> web.StreamResponse:
+    """GET /metrics"""
+    service = request.app[SERVICE]
+    page = service.metrics.render(await service.models.stats())
+    return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+CONTROL_ROUTES: Sequence[Route] = (
+    Route("GET", "/health", health),
+    Route("GET", "/metrics", metrics),
+    Route("GET", "/quantd/status", status),
+    Route("POST", "/quantd/load", load),
+    Route("POST", "/quantd/unload", unload),
+    Route("POST", "/quantd/stop", stop),
+)

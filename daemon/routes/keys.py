@@ -1,0 +1,13 @@
+"""What handlers find in the app."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from quantd.daemon.control import Control
+from quantd.daemon.service import Service
+from quantd.daemon.wire.stream import Timing
+
+SERVICE = web.AppKey("service", Service)
+CONTROL = web.AppKey("control", Control)
+TIMING = web.AppKey("timing", Timing)
