@@ -56,6 +56,16 @@ class Delta:
 
 
 @dataclass(frozen=True)
+class Head:
+    """What is known of an answer when it starts."""
+
+    id: str
+    model: str
+    num_choices: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
 class Usage:
     """Tokens: each prompt counted once, all choices, and what the prefix cache spared.
 
@@ -287,12 +297,20 @@ class Generation:
         return len(self._jobs)
 
     @property
+    def head(self) -> Head:
+        """What is known from the start."""
+        return Head(self.id, self.model, len(self._jobs), self._prompt_tokens())
+
+    def _prompt_tokens(self) -> int:
+        return sum(len(request.prompt) for request, _ in self._jobs[:: self._n])
+
+    @property
     def usage(self) -> Usage:
         """So far; complete once the iteration is over."""
         firsts = self._jobs[:: self._n]
         first = self._latest if self._first is None else self._first
         return Usage(
-            prompt_tokens=sum(len(request.prompt) for request, _ in firsts),
+            prompt_tokens=self._prompt_tokens(),
             completion_tokens=sum(choice.num_tokens for _, choice in self._jobs),
             cached_tokens=sum(choice.num_cached for _, choice in firsts),
             load_seconds=self._load_seconds,

@@ -21,29 +21,25 @@ from quantd.daemon.wire.stream import send_stream
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/chat/completions"""
     body = parse(await request.read(), ChatBody)
-    generation = await request.app[SERVICE].chat(body.neutral())
-    async with generation:
-        id, scored = f"chatcmpl-{generation.id}", bool(body.logprobs)
-        if body.streams:
-            frames = openai.ChatStream(id, generation.model, generation.num_choices, scored, body.wants_usage)
-            return await send_stream(request, generation, frames, request.app[TIMING])
+    starting, scored = request.app[SERVICE].chat(body.neutral()), bool(body.logprobs)
+    if body.streams:
+        frames = openai.ChatStream(scored, body.wants_usage)
+        return await send_stream(request, starting, frames, request.app[TIMING])
+    async with await starting as generation:
         answers = await collect(generation)
-        return json_response(openai.chat_reply(id, generation.model, answers, scored, generation.usage))
+        return json_response(openai.chat_reply(generation.head, answers, scored, generation.usage))
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions"""
     body = parse(await request.read(), CompletionBody)
-    generation = await request.app[SERVICE].complete(body.neutral())
-    async with generation:
-        id, scored = f"cmpl-{generation.id}", body.logprobs is not None
-        if body.streams:
-            frames = openai.CompletionStream(
-                id, generation.model, generation.num_choices, scored, body.wants_usage
-            )
-            return await send_stream(request, generation, frames, request.app[TIMING])
+    starting, scored = request.app[SERVICE].complete(body.neutral()), body.logprobs is not None
+    if body.streams:
+        frames = openai.CompletionStream(scored, body.wants_usage)
+        return await send_stream(request, starting, frames, request.app[TIMING])
+    async with await starting as generation:
         answers = await collect(generation)
-        return json_response(openai.completion_reply(id, generation.model, answers, scored, generation.usage))
+        return json_response(openai.completion_reply(generation.head, answers, scored, generation.usage))
 
 
 async def list_models(request: web.Request) -> web.StreamResponse:

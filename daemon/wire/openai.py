@@ -9,12 +9,15 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from quantd.daemon.generation import Answer, Delta, ScoredToken, Usage
+from quantd.daemon.generation import Answer, Delta, Head, ScoredToken, Usage
 from quantd.daemon.wire.errors import fault_of, openai_error
 from quantd.daemon.wire.stream import sse_frame
 
 # JSON has no infinity; OpenAI writes this for a token that cannot be.
 _MIN_LOGPROB = -9999.0
+
+CHAT_ID = "chatcmpl"
+COMPLETION_ID = "cmpl"
 
 
 class _Stream:
@@ -23,12 +26,16 @@ class _Stream:
     content_type: ClassVar[str] = "text/event-stream"
     ping: ClassVar[bytes] = b": ping\n\n"
     object: ClassVar[str]
+    id_prefix: ClassVar[str]
 
-    def __init__(self, id: str, model: str, num_choices: int, scored: bool, wants_usage: bool) -> None:
-        self._num_choices = num_choices
+    def __init__(self, scored: bool, wants_usage: bool) -> None:
         self._scored = scored
         self._wants_usage = wants_usage
-        self._head = {"id": id, "object": self.object, "created": int(time.time()), "model": model}
+        self._head: dict[str, Any] = {}
+
+    def start(self, head: Head) -> Sequence[bytes]:
+        self._head = reply_head(self.id_prefix, self.object, head)
+        return []
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
         return sse_frame(self._head | {"choices": choices} | ({"usage": None} if self._wants_usage else {}))
@@ -45,10 +52,12 @@ class ChatStream(_Stream):
     """chat.completion.chunk events."""
 
     object = "chat.completion.chunk"
+    id_prefix = CHAT_ID
 
-    def start(self) -> Sequence[bytes]:
+    def start(self, head: Head) -> Sequence[bytes]:
+        super().start(head)
         opening = {"role": "assistant", "content": ""}
-        return [self._choice(index, opening, (), None) for index in range(self._num_choices)]
+        return [self._choice(index, opening, (), None) for index in range(head.num_choices)]
 
     def delta(self, delta: Delta) -> Sequence[bytes]:
         frames = []
@@ -71,9 +80,7 @@ class CompletionStream(_Stream):
     """text_completion events."""
 
     object = "text_completion"
-
-    def start(self) -> Sequence[bytes]:
-        return []
+    id_prefix = COMPLETION_ID
 
     def delta(self, delta: Delta) -> Sequence[bytes]:
         logprobs = completion_logprobs(delta.tokens) if self._scored else None
@@ -81,7 +88,13 @@ class CompletionStream(_Stream):
         return [self._chunk([choice | {"finish_reason": delta.finish_reason}])]
 
 
-def chat_reply(id: str, model: str, answers: Sequence[Answer], scored: bool, usage: Usage) -> dict[str, Any]:
+def reply_head(id_prefix: str, kind: str, head: Head) -> dict[str, Any]:
+    """What every reply and chunk begins with."""
+    id = f"{id_prefix}-{head.id}"
+    return {"id": id, "object": kind, "created": int(time.time()), "model": head.model}
+
+
+def chat_reply(head: Head, answers: Sequence[Answer], scored: bool, usage: Usage) -> dict[str, Any]:
     """A whole chat.completion."""
     choices = [
         {
@@ -92,12 +105,10 @@ def chat_reply(id: str, model: str, answers: Sequence[Answer], scored: bool, usa
         }
         for answer in answers
     ]
-    return _reply(id, "chat.completion", model, choices, usage)
+    return _reply(reply_head(CHAT_ID, "chat.completion", head), choices, usage)
 
 
-def completion_reply(
-    id: str, model: str, answers: Sequence[Answer], scored: bool, usage: Usage
-) -> dict[str, Any]:
+def completion_reply(head: Head, answers: Sequence[Answer], scored: bool, usage: Usage) -> dict[str, Any]:
     """A whole text_completion."""
     choices = [
         {
@@ -108,18 +119,11 @@ def completion_reply(
         }
         for answer in answers
     ]
-    return _reply(id, "text_completion", model, choices, usage)
+    return _reply(reply_head(COMPLETION_ID, "text_completion", head), choices, usage)
 
 
-def _reply(id: str, kind: str, model: str, choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-    return {
-        "id": id,
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "choices": choices,
-        "usage": usage_object(usage),
-    }
+def _reply(head: dict[str, Any], choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
+    return head | {"choices": choices, "usage": usage_object(usage)}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:

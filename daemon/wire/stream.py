@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 from aiohttp import web
 
-from quantd.daemon.generation import Delta, Generation, Usage
+from quantd.daemon.generation import Delta, Generation, Head, Usage
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ _NEVER_WAITED_FOR = 1 << 14
 
 
 class StreamFormat(Protocol):
-    """A dialect's stream, frame by frame. ping: a frame that clients skip."""
+    """A dialect's stream, frame by frame. ping: a frame that clients skip, also before all others."""
 
     content_type: ClassVar[str]
     ping: ClassVar[bytes]
 
-    def start(self) -> Sequence[bytes]:
+    def start(self, head: Head) -> Sequence[bytes]:
         """The frames before any delta."""
 
     def delta(self, delta: Delta) -> Sequence[bytes]:
@@ -44,7 +44,7 @@ class StreamFormat(Protocol):
         """The frames after the last delta."""
 
     def error(self, error: Exception) -> Sequence[bytes]:
-        """The frames that end a stream that failed."""
+        """The frames that end a stream that failed, maybe before its start."""
 
 
 def sse_frame(data: object) -> bytes:
@@ -53,28 +53,59 @@ def sse_frame(data: object) -> bytes:
 
 
 async def send_stream(
-    request: web.Request, generation: Generation, frames: StreamFormat, timing: Timing
+    request: web.Request,
+    starting: Coroutine[Any, Any, Generation],
+    frames: StreamFormat,
+    timing: Timing,
 ) -> web.StreamResponse:
-    """Send a generation as it comes, with signs of life.
+    """Send a generation that starts, as it comes, with signs of life, also while its model loads.
 
-    An error after the headers is told in the stream. A client that takes nothing for long counts as gone:
-    what it does not read would pile up here.
+    An error before the first sign of life is raised; one after that is told in the stream. A client that
+    takes nothing for long counts as gone: what it does not read would pile up here.
     """
-    response = web.StreamResponse(headers={"Content-Type": frames.content_type, "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    try:
-        async with aclosing(_parts(generation, frames, timing.ping_seconds)) as parts:
-            async for part in parts:
-                await _write(request, response, part, timing.stall_seconds)
-        async with asyncio.timeout(timing.stall_seconds):
-            await response.write_eof()
-    # The client is gone; leaving the generation's context ends the work.
-    except ConnectionError:
-        pass
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-    return response
+    async with _Start(starting) as start:
+        await start.wait(timing.ping_seconds)
+        response = web.StreamResponse(
+            headers={"Content-Type": frames.content_type, "Cache-Control": "no-cache"}
+        )
+        await response.prepare(request)
+        try:
+            async with aclosing(_parts(start, frames, timing.ping_seconds)) as parts:
+                async for part in parts:
+                    await _write(request, response, part, timing.stall_seconds)
+            async with asyncio.timeout(timing.stall_seconds):
+                await response.write_eof()
+        # The client is gone; leaving the context ends the work.
+        except ConnectionError:
+            pass
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+
+class _Start:
+    """A generation that is being started; leaving the context ends it, or its start."""
+
+    def __init__(self, starting: Coroutine[Any, Any, Generation]) -> None:
+        self._task = asyncio.ensure_future(starting)
+
+    async def __aenter__(self) -> _Start:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        # No await goes between: whoever cancels this one must find the generation being closed.
+        elif self._task.exception() is None:
+            await self._task.result().__aexit__(None, None, None)
+
+    async def wait(self, seconds: float) -> Generation | None:
+        """The generation, if it has started after so many seconds. Raises what kept it from that."""
+        if not self._task.done():
+            await asyncio.wait({self._task}, timeout=seconds)
+        return self._task.result() if self._task.done() else None
 
 
 async def _write(
@@ -89,10 +120,12 @@ async def _write(
         await response.write(part)
 
 
-async def _parts(generation: Generation, frames: StreamFormat, ping_seconds: float) -> AsyncGenerator[bytes]:
+async def _parts(start: _Start, frames: StreamFormat, ping_seconds: float) -> AsyncGenerator[bytes]:
     """What to write, a piece at a time: all that is ready, or a sign of life."""
     try:
-        for frame in frames.start():
+        while (generation := await start.wait(ping_seconds)) is None:
+            yield frames.ping
+        for frame in frames.start(generation.head):
             yield frame
         async for deltas in generation.batches(ping_seconds):
             part = b"".join(frame for delta in deltas for frame in frames.delta(delta))

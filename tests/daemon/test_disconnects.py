@@ -13,6 +13,7 @@ import pytest
 from daemon_in_loop import Daemon, case, in_loop, running_daemon
 
 from quantd.daemon.wire.stream import Timing
+from quantd.engine.errors import CapacityError
 
 CHAT = "/v1/chat/completions"
 
@@ -110,6 +111,34 @@ async def test_a_silent_engine_does_not_make_a_silent_stream() -> None:
                 pass
             daemon.engine.gate.set()
             assert (await response.read()).endswith(b"data: [DONE]\n\n")
+
+
+@in_loop
+async def test_a_stream_whose_model_loads_has_headers_and_signs_of_life() -> None:
+    async with running_daemon(timing=Timing(ping_seconds=0.01)) as daemon:
+        daemon.engines.release = asyncio.Event()
+        body = case("c13") | {"max_tokens": 3, "stream": True}
+        async with daemon.session.post(f"http://x{CHAT}", json=body) as response:
+            assert response.status == 200
+            while await response.content.readline() != b": ping\n":
+                pass
+            daemon.engines.release.set()
+            assert (await response.read()).endswith(b"data: [DONE]\n\n")
+        await daemon.service.wait_idle()
+
+
+@in_loop
+async def test_a_load_that_fails_after_signs_of_life_is_told_in_the_stream() -> None:
+    async with running_daemon(timing=Timing(ping_seconds=0.01)) as daemon:
+        daemon.engines.release = asyncio.Event()
+        daemon.engines.failures.append(CapacityError("no room"))
+        body = case("c13") | {"max_tokens": 3, "stream": True}
+        async with daemon.session.post(f"http://x{CHAT}", json=body) as response:
+            while await response.content.readline() != b": ping\n":
+                pass
+            daemon.engines.release.set()
+            assert b'"message":"no room"' in await response.read()
+        await daemon.service.wait_idle()
 
 
 @in_loop

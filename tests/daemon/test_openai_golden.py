@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from quantd.daemon.generation import Answer, Delta, ScoredToken, Usage
+from quantd.daemon.generation import Answer, Delta, Head, ScoredToken, Usage
 from quantd.daemon.wire import openai
 from quantd.engine.errors import ContextLengthError
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
+HEAD = Head("1", "tiny", 2, 7)
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
 TOKENS = (
     ScoredToken(b"Hi", True, -0.25, ((b"Hi", -0.25), (b"\xf0\x9f", -2.0)), 0),
@@ -24,7 +25,7 @@ DELTAS = (Delta(0, "Hi", TOKENS[:1]), Delta(1, "", (), "stop"), Delta(0, "\ufffd
 
 
 def events_of(stream: openai.ChatStream | openai.CompletionStream) -> list[Any]:
-    frames = [*stream.start(), *(frame for delta in DELTAS for frame in stream.delta(delta))]
+    frames = [*stream.start(HEAD), *(frame for delta in DELTAS for frame in stream.delta(delta))]
     frames += stream.finish(USAGE)
     assert frames.pop() == b"data: [DONE]\n\n"
     return [json.loads(frame.removeprefix(b"data: ")) for frame in frames]
@@ -40,10 +41,10 @@ def without_times(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "made"),
     [
-        ("chat_stream", events_of(openai.ChatStream("chatcmpl-1", "tiny", 2, True, True))),
-        ("completion_stream", events_of(openai.CompletionStream("cmpl-1", "tiny", 2, True, False))),
-        ("chat_reply", openai.chat_reply("chatcmpl-1", "tiny", [ANSWER], True, USAGE)),
-        ("completion_reply", openai.completion_reply("cmpl-1", "tiny", [ANSWER], True, USAGE)),
+        ("chat_stream", events_of(openai.ChatStream(True, True))),
+        ("completion_stream", events_of(openai.CompletionStream(True, False))),
+        ("chat_reply", openai.chat_reply(HEAD, [ANSWER], True, USAGE)),
+        ("completion_reply", openai.completion_reply(HEAD, [ANSWER], True, USAGE)),
     ],
 )
 def test_shapes(name: str, made: Any) -> None:
@@ -53,7 +54,7 @@ def test_shapes(name: str, made: Any) -> None:
 
 def test_an_error_frame_is_a_data_frame() -> None:
     error = ContextLengthError(9, 8, "9 tokens do not fit 8")
-    (frame,) = openai.ChatStream("id", "tiny", 1, False, False).error(error)
+    (frame,) = openai.ChatStream(False, False).error(error)
     assert json.loads(frame.removeprefix(b"data: ").removesuffix(b"\n\n")) == {
         "error": {
             "message": "9 tokens do not fit 8",
