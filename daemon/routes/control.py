@@ -13,8 +13,8 @@ from aiohttp import web
 from quantd.daemon.models import ModelEntry
 from quantd.daemon.routes.keys import CONTROL, SERVICE
 from quantd.daemon.routes.route import Route
+from quantd.daemon.wire.body import parse
 from quantd.daemon.wire.errors import fault_of, json_response, openai_error
-from quantd.daemon.wire.openai_request import parse
 from quantd.engine.messages import Stats
 
 

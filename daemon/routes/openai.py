@@ -13,8 +13,9 @@ from quantd.daemon.routes.keys import SERVICE, TIMING
 from quantd.daemon.routes.route import Route
 from quantd.daemon.service import Service
 from quantd.daemon.wire import openai
+from quantd.daemon.wire.body import parse
 from quantd.daemon.wire.errors import json_response
-from quantd.daemon.wire.openai_request import ChatBody, CompletionBody, parse
+from quantd.daemon.wire.openai_request import ChatBody, CompletionBody
 from quantd.daemon.wire.stream import send_stream
 
 

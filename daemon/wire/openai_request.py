@@ -11,23 +11,25 @@ accepted.
 
 from __future__ import annotations
 
-import contextlib
-import re
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from quantd.daemon.service import ChatRequest, CompletionRequest, Options
 from quantd.daemon.templates import Message
+from quantd.daemon.wire.body import (
+    SAMPLING_FIELDS,
+    check_range,
+    read_arguments,
+    refuse_unsupported,
+    sampling,
+    stop_strings,
+)
 from quantd.engine.errors import RequestError
-from quantd.engine.request import MAX_LOGPROBS, SamplingParams
+from quantd.engine.request import MAX_LOGPROBS
 
 MAX_CHOICES = 128
-MAX_STOPS = 16
-MAX_STOP_LEN = 4096
 COMPLETION_TOKENS = 16
-
-Body = TypeVar("Body")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -72,43 +74,27 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
 
     def options(self, max_tokens: int | None, logprobs: int | None) -> Options:
         """The neutral options. Raises RequestError naming a field that is out of bounds or unsupported."""
-        _refuse_unsupported(self, ("grammar", "json_schema", "structured_outputs"))
+        refuse_unsupported(self, ("grammar", "json_schema", "structured_outputs"))
         if self.response_format is not None and self.response_format.get("type") != "text":
             raise RequestError("response_format: only type text is supported yet", "response_format")
         n = 1 if self.n is None else self.n
         if not 1 <= n <= MAX_CHOICES:
             raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {n}", "n")
-        return Options(
-            sampling=self._sampling(max_tokens, logprobs),
-            open=frozenset(name for name in _SAMPLING_FIELDS if getattr(self, name) is None),
-            n=n,
-            stop=_stop_strings(self.stop),
-            ignore_eos=bool(self.ignore_eos),
-            cache_salt=self.cache_salt or "",
-        )
-
-    def _sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS if getattr(self, name) is not None}
-        return SamplingParams(
-            **given,
+        given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        params, left_open = sampling(
+            given,
             stop_token_ids=tuple(self.stop_token_ids or ()),
             max_tokens=None if max_tokens == -1 else max_tokens,
             logprobs=logprobs,
         )
-
-
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-)
+        return Options(
+            sampling=params,
+            open=left_open,
+            n=n,
+            stop=stop_strings(self.stop),
+            ignore_eos=bool(self.ignore_eos),
+            cache_salt=self.cache_salt or "",
+        )
 
 
 class FunctionCall(msgspec.Struct, frozen=True):
@@ -145,7 +131,7 @@ class ChatBody(_Fields, frozen=True, kw_only=True):
 
     def neutral(self) -> ChatRequest:
         """The neutral request. Raises RequestError."""
-        _refuse_unsupported(self, ("functions", "function_call"))
+        refuse_unsupported(self, ("functions", "function_call"))
         if self.tool_choice not in (None, "none", "auto"):
             raise RequestError("tool_choice: only none and auto are supported yet", "tool_choice")
         if not self.messages:
@@ -169,7 +155,7 @@ class ChatBody(_Fields, frozen=True, kw_only=True):
     def _num_logprobs(self) -> int | None:
         if self.top_logprobs is None:
             return 0 if self.logprobs else None
-        _check_range("top_logprobs", self.top_logprobs, MAX_LOGPROBS)
+        check_range("top_logprobs", self.top_logprobs, MAX_LOGPROBS)
         if not self.logprobs and self.top_logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         return self.top_logprobs if self.logprobs else None
@@ -184,11 +170,11 @@ class CompletionBody(_Fields, frozen=True, kw_only=True):
 
     def neutral(self) -> CompletionRequest:
         """The neutral request. Raises RequestError."""
-        _refuse_unsupported(self, ("suffix",))
+        refuse_unsupported(self, ("suffix",))
         if self.best_of not in (None, self.n or 1):
             raise RequestError("best_of: only the value of n is supported", "best_of")
         if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, MAX_LOGPROBS)
+            check_range("logprobs", self.logprobs, MAX_LOGPROBS)
         max_tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         return CompletionRequest(
             model=self.model,
@@ -196,45 +182,6 @@ class CompletionBody(_Fields, frozen=True, kw_only=True):
             echo=bool(self.echo),
             options=self.options(max_tokens, self.logprobs),
         )
-
-
-def parse(data: bytes, body: type[Body]) -> Body:
-    """A request body of this type. Raises RequestError naming the field at fault."""
-    try:
-        return msgspec.json.decode(data, type=body)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"invalid request: {error}", _param(str(error))) from None
-    except msgspec.DecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise RequestError("the body is nested too deeply") from None
-
-
-def _param(message: str) -> str | None:
-    """The field that a msgspec error is about, as in `messages[0].content`."""
-    match = re.search(r"`\$\.([^`]*)`", message) or re.search(r"required field `(\w+)`", message)
-    return match[1] if match else None
-
-
-def _refuse_unsupported(body: msgspec.Struct, names: tuple[str, ...]) -> None:
-    for name in names:
-        if getattr(body, name) is not None:
-            raise RequestError(f"{name} is not supported yet", name)
-
-
-def _check_range(name: str, value: int, high: int) -> None:
-    if not 0 <= value <= high:
-        raise RequestError(f"{name} must be between 0 and {high}, got {value}", name)
-
-
-def _stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else stop or []
-    if len(stops) > MAX_STOPS:
-        raise RequestError(f"stop must hold at most {MAX_STOPS} strings, got {len(stops)}", "stop")
-    longest = max(map(len, stops), default=0)
-    if longest > MAX_STOP_LEN:
-        raise RequestError(f"stop strings must have at most {MAX_STOP_LEN} characters, got {longest}", "stop")
-    return tuple(text for text in stops if text)
 
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -271,12 +218,7 @@ def _content_text(content: str | list[dict[str, Any]] | None, where: str) -> str
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
-    """Templates print arguments as JSON themselves, so the JSON text that clients send is read first."""
-    arguments: Any = call.function.arguments or {}
-    if isinstance(arguments, str):
-        with contextlib.suppress(msgspec.DecodeError, RecursionError):
-            arguments = msgspec.json.decode(arguments)
-    function = {"name": call.function.name, "arguments": arguments}
+    function = {"name": call.function.name, "arguments": read_arguments(call.function.arguments)}
     return {"type": call.type, "function": function} | ({} if call.id is None else {"id": call.id})
 
 
