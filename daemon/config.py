@@ -19,6 +19,7 @@ from quantd.daemon.settings import (
     Kind,
     Setting,
     choice,
+    duration,
     seconds,
     setting,
     setting_like,
@@ -178,6 +179,9 @@ class ServeConfig:
     model: str | None = setting(text(), "Model to load at the start.")
     drain_seconds: float = setting(
         seconds(), "How long a stop waits for the requests that run.", default=30.0
+    )
+    keep_alive: float = setting(
+        duration(), "How long a model stays in memory after its last request.", default=900.0
     )
     max_queue: int = setting(whole(1), "Most requests in the daemon; further ones are refused.", default=512)
     engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from quantd.daemon.errors import ModelNotFoundError
+from quantd.daemon.keep_alive import KeepAlive
 from quantd.daemon.model_files import sampling_defaults
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.config import EngineConfig
@@ -76,12 +78,18 @@ class LoadedModel:
     """
 
     def __init__(
-        self, name: str, engine: Engine, tokenizer: Tokenizer, defaults: Mapping[str, float]
+        self,
+        name: str,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        defaults: Mapping[str, float],
+        keep_alive: KeepAlive,
     ) -> None:
         self.name = name
         self.engine = engine
         self.tokenizer = tokenizer
         self.defaults = defaults
+        self.keep_alive = keep_alive
         self.num_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -90,12 +98,15 @@ class LoadedModel:
         """Keep the model in memory until `release`."""
         self.num_requests += 1
         self._idle.clear()
+        self.keep_alive.stop()
 
-    def release(self) -> None:
-        """One request holds the model no more."""
+    def release(self, stay: float | None = None) -> None:
+        """One request holds the model no more, and asks for it to stay so many seconds (see KeepAlive)."""
         self.num_requests -= 1
+        self.keep_alive.ask(stay)
         if not self.num_requests:
             self._idle.set()
+            self.keep_alive.start()
 
     async def wait_idle(self) -> None:
         """Return once no request holds the model."""
@@ -111,6 +122,7 @@ class ModelEntry:
         self.state: State = "loading"
         self.progress = (0, 0)
         self.load: asyncio.Task[LoadedModel]
+        self.unload: asyncio.Task[None] | None = None
         self.gone = asyncio.Event()
         self._watchers: set[asyncio.Queue[None]] = set()
 
@@ -155,7 +167,7 @@ class Models:
 
     start: starts an engine. make_config: the record for a model folder with some options changed.
     default: the model for requests that name none while nothing is loaded. drain_seconds: how long an
-    unload waits for the requests that run.
+    unload waits for the requests that run. keep_alive: seconds that a model stays after its last request.
     """
 
     def __init__(
@@ -165,12 +177,14 @@ class Models:
         make_config: MakeConfig,
         default: str | None = None,
         drain_seconds: float = 30.0,
+        keep_alive: float = math.inf,
     ) -> None:
         self.store = store
         self._start = start
         self._make_config = make_config
         self._default = default
         self._drain_seconds = drain_seconds
+        self._keep_alive = keep_alive
         self._entries: dict[str, ModelEntry] = {}
 
     @property
@@ -225,14 +239,35 @@ class Models:
             )
 
     async def unload(self, name: str) -> None:
-        """Let the model's requests finish, for a while, then end its engine. Raises ModelNotFoundError."""
+        """Let the model's requests finish, for a while, then end its engine. Raises ModelNotFoundError.
+
+        Who leaves while waiting does not stop it.
+        """
         entry = self._entries.get(self._resolve(name))
         if entry is None:
             raise ModelNotFoundError(f"{name} is not loaded")
-        if entry.state == "unloading":
-            await entry.gone.wait()
+        await asyncio.shield(self._unloading(entry))
+
+    async def let_go(self, name: str) -> None:
+        """Unload the model, if it is loaded, once no request holds it; returns at once where some do.
+
+        Raises ModelNotFoundError where there is none of this name.
+        """
+        entry = self._entries.get(self._resolve(name))
+        if entry is None or entry.model is None:
             return
-        entry.state = "unloading"
+        entry.model.keep_alive.ask(0)
+        if not entry.model.num_requests:
+            await asyncio.shield(self._unloading(entry))
+
+    def _unloading(self, entry: ModelEntry) -> asyncio.Task[None]:
+        """The end of an entry, which begins now if it has not yet."""
+        if entry.unload is None:
+            entry.state = "unloading"
+            entry.unload = asyncio.create_task(self._drain_and_close(entry))
+        return entry.unload
+
+    async def _drain_and_close(self, entry: ModelEntry) -> None:
         if entry.model is not None:
             await _within(self._drain_seconds, entry.model.wait_idle())
         await self._close(entry)
@@ -272,7 +307,13 @@ class Models:
         if entry.state == "loading":
             entry.state = "ready"
         engine.died.add_done_callback(lambda died: self._note_died(entry, died.result()))
-        return LoadedModel(entry.name, engine, tokenizer, defaults)
+        clock = asyncio.get_running_loop()
+        keep_alive = KeepAlive(self._keep_alive, lambda: self._expire(entry), clock)
+        return LoadedModel(entry.name, engine, tokenizer, defaults, keep_alive)
+
+    def _expire(self, entry: ModelEntry) -> None:
+        _log.info("%s is unloaded: it was idle for its time", entry.name)
+        self._unloading(entry)
 
     async def _start_engine(self, config: EngineConfig, report: Progress) -> Engine:
         """Start an engine, in place of idle models where memory is short."""
@@ -323,6 +364,8 @@ class Models:
 
     def _remove(self, entry: ModelEntry) -> None:
         entry.gone.set()
+        if entry.model is not None:
+            entry.model.keep_alive.close()
         if self._entries.get(entry.name) is entry:
             del self._entries[entry.name]
 

@@ -74,6 +74,7 @@ async def _serve(config: ServeConfig, listeners: list[socket.socket]) -> int:
         lambda path, options: engine_config(config, path, options),
         default=config.model,
         drain_seconds=config.drain_seconds,
+        keep_alive=config.keep_alive,
     )
     preload = None if config.model is None else models.store.get(config.model).name
     service = Service(models, Metrics(), config.max_queue)

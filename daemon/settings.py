@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from quantd.daemon.durations import parse_duration
 from quantd.daemon.errors import ConfigError
 
 
@@ -134,6 +135,15 @@ def seconds() -> Kind:
         return number
 
     return Kind("SECONDS", "a number of seconds from 0", parse)
+
+
+def duration() -> Kind:
+    """A time as `parse_duration` reads it."""
+    return Kind(
+        "TIME",
+        "seconds, or a time such as 15m or 1h30m; -1 for ever",
+        lambda value: parse_duration(_plain(value)),
+    )
 
 
 def text() -> Kind:

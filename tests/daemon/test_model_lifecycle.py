@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from quantd.quant.errors import CheckpointError
 
 @contextlib.asynccontextmanager
 async def models_of(
-    folder: Path, names: str, default: str | None = None
+    folder: Path, names: str, default: str | None = None, keep_alive: float = math.inf
 ) -> AsyncIterator[tuple[Models, Engines]]:
     store, engines = FakeStore(), Engines()
     for name in names.split():
@@ -33,6 +34,7 @@ async def models_of(
         lambda path, options: EngineConfig(model_path=str(path), **options),
         default,
         drain_seconds=0.05,
+        keep_alive=keep_alive,
     )
     yield models, engines
     await models.close()
