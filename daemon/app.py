@@ -11,12 +11,13 @@ from quantd.daemon.routes.keys import CONTROL, SERVICE, TIMING
 from quantd.daemon.routes.openai import OPENAI_ROUTES
 from quantd.daemon.routes.route import Route
 from quantd.daemon.service import Service
-from quantd.daemon.wire.errors import ERROR_SHAPES, answer_errors
+from quantd.daemon.wire.errors import ERROR_SHAPE, ErrorShape, answer_errors, name_answer, openai_error
 from quantd.daemon.wire.stream import DEFAULT_TIMING, Timing
 
 MAX_BODY = 64 * 2**20
 
 ROUTES = (*CONTROL_ROUTES, *OPENAI_ROUTES)
+_ERROR_SHAPES = {route.handler: route.errors for route in ROUTES}
 
 
 def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING) -> web.Application:
@@ -25,10 +26,16 @@ def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING
     app[SERVICE] = service
     app[CONTROL] = control
     app[TIMING] = timing
-    app[ERROR_SHAPES] = {route.handler: route.errors for route in ROUTES}
+    app[ERROR_SHAPE] = error_shape
+    app.on_response_prepare.append(name_answer)
     for route in ROUTES:
         _add_route(app, route)
     return app
+
+
+def error_shape(request: web.Request) -> ErrorShape:
+    """The shape of the handler's dialect; OpenAI's where no handler is found."""
+    return _ERROR_SHAPES.get(request.match_info.handler, openai_error)
 
 
 def _add_route(app: web.Application, route: Route) -> None:

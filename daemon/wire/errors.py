@@ -6,8 +6,9 @@ A dialect writes a Fault in its own shape; OpenAI's is here, for all paths that 
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import msgspec
@@ -21,10 +22,15 @@ from quantd.quant.errors import CheckpointError, UnsupportedModelError
 _log = logging.getLogger(__name__)
 
 
+def new_request_id() -> str:
+    """A name for an answer."""
+    return f"req_{uuid.uuid4().hex}"
+
+
 @dataclass(frozen=True)
 class Fault:
     """An error in words. kind and code: OpenAI's type and code. context: (prompt tokens, limit) of a
-    prompt that is too long.
+    prompt that is too long. request_id: names the answer that tells it.
     """
 
     status: int
@@ -33,13 +39,15 @@ class Fault:
     code: str | None = None
     param: str | None = None
     context: tuple[int, int] | None = None
+    request_id: str = field(default_factory=new_request_id, compare=False)
 
 
 ErrorShape: TypeAlias = Callable[[Fault], Mapping[str, Any]]
 """Writes a fault as the JSON body of a dialect."""
 
-# The shapes of handlers whose dialect is not OpenAI's.
-ERROR_SHAPES = web.AppKey[Mapping[Any, ErrorShape]]("error_shapes")
+# Finds the shape that a request's errors are told in.
+ERROR_SHAPE = web.AppKey[Callable[[web.Request], ErrorShape]]("error_shape")
+REQUEST_ID_HEADER = "request-id"
 
 # The first row that an error is an instance of counts.
 _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
@@ -101,5 +109,12 @@ async def answer_errors(request: web.Request, handler: Any) -> web.StreamRespons
         fault = fault_of(error)
     if fault.status == 429:
         headers["Retry-After"] = "1"
-    shape = request.app[ERROR_SHAPES].get(request.match_info.handler, openai_error)
+    headers[REQUEST_ID_HEADER] = fault.request_id
+    shape = request.app[ERROR_SHAPE](request)
     return json_response(shape(fault), fault.status, headers)
+
+
+async def name_answer(request: web.Request, response: web.StreamResponse) -> None:
+    """Give every answer a name, in the headers where Anthropic's and OpenAI's SDKs look for it."""
+    name = response.headers.setdefault(REQUEST_ID_HEADER, new_request_id())
+    response.headers.setdefault(f"x-{REQUEST_ID_HEADER}", name)

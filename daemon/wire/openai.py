@@ -24,7 +24,6 @@ class _Stream:
     """What the two streams share: chunks with one id, usage if asked, `[DONE]`."""
 
     content_type: ClassVar[str] = "text/event-stream"
-    ping: ClassVar[bytes] = b": ping\n\n"
     object: ClassVar[str]
     id_prefix: ClassVar[str]
 
@@ -32,6 +31,9 @@ class _Stream:
         self._scored = scored
         self._wants_usage = wants_usage
         self._head: dict[str, Any] = {}
+
+    def ping(self) -> bytes:
+        return b": ping\n\n"
 
     def start(self, head: Head) -> Sequence[bytes]:
         self._head = reply_head(self.id_prefix, self.object, head)

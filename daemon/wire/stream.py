@@ -29,10 +29,12 @@ _NEVER_WAITED_FOR = 1 << 14
 
 
 class StreamFormat(Protocol):
-    """A dialect's stream, frame by frame. ping: a frame that clients skip, also before all others."""
+    """A dialect's stream, frame by frame."""
 
     content_type: ClassVar[str]
-    ping: ClassVar[bytes]
+
+    def ping(self) -> bytes:
+        """A sign of life, which clients skip, maybe before all other frames."""
 
     def start(self, head: Head) -> Sequence[bytes]:
         """The frames before any delta."""
@@ -47,9 +49,10 @@ class StreamFormat(Protocol):
         """The frames that end a stream that failed, maybe before its start."""
 
 
-def sse_frame(data: object) -> bytes:
-    """A server-sent event of one line of JSON (WHATWG HTML, section 9.2)."""
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+def sse_frame(data: object, event: str | None = None) -> bytes:
+    """A server-sent event of one line of JSON, maybe with a name (WHATWG HTML, section 9.2)."""
+    name = b"" if event is None else b"event: " + event.encode() + b"\n"
+    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 async def send_stream(
@@ -124,13 +127,13 @@ async def _parts(start: _Start, frames: StreamFormat, ping_seconds: float) -> As
     """What to write, a piece at a time: all that is ready, or a sign of life."""
     try:
         while (generation := await start.wait(ping_seconds)) is None:
-            yield frames.ping
+            yield frames.ping()
         for frame in frames.start(generation.head):
             yield frame
         async for deltas in generation.batches(ping_seconds):
             part = b"".join(frame for delta in deltas for frame in frames.delta(delta))
             if part or not deltas:
-                yield part or frames.ping
+                yield part or frames.ping()
         yield b"".join(frames.finish(generation.usage))
     # The boundary of a request once its status is out.
     except Exception as error:

@@ -44,6 +44,7 @@ def test_async_sdk(transport: str) -> None:
         async with running_daemon() as daemon, async_client(daemon, transport) as client:
             assert [model.id async for model in client.models.list()] == ["tiny"]
             whole = await client.chat.completions.create(model="tiny", messages=HI, max_tokens=9)
+            assert whole._request_id.startswith("req_")
             stream = await client.chat.completions.create(
                 model="tiny", messages=HI, max_tokens=9, stream=True, stream_options={"include_usage": True}
             )
@@ -90,7 +91,7 @@ async def test_errors_as_the_sdk_sees_them() -> None:
     async with running_daemon() as daemon, async_client(daemon, "unix") as client:
         with pytest.raises(openai.NotFoundError) as missing:
             await client.chat.completions.create(model="nosuch", messages=HI)
-        assert missing.value.code == "model_not_found"
+        assert missing.value.code == "model_not_found" and missing.value.request_id.startswith("req_")
         with pytest.raises(openai.BadRequestError) as bad:
             await client.chat.completions.create(model="tiny", messages=HI, temperature=-1)
         assert bad.value.param == "temperature"
