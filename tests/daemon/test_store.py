@@ -186,7 +186,7 @@ def test_things_that_are_no_models(store: Store, tmp_path: Path) -> None:
 GOOD_NAMES = ["smollm2", "org/model", "Qwen2.5-7B_x", "a", "1-2"]
 BAD_NAMES = [
     *("", ".", "..", ".hidden", "../up", "a/../b", "/etc/passwd", "a/b/c", "a//b", "a/", "/a", "a--b"),
-    *("a b", "a\n", "a\x00b", "naïve", "-flag", "a/.b", "a\\b", "a:b", "x" * 97, "%2e%2e"),
+    *("a b", "a\n", "a\x00b", "naïve", "-flag", "a/.b", "a\\b", "a:b:c", "x" * 97, "%2e%2e"),
 ]
 
 
@@ -196,6 +196,20 @@ def test_good_names(store: Store, gguf_file: Path, name: str) -> None:
     assert model.name == name
     assert model.path.parent == store.root
     assert [found.name for found in store.list()] == [name]
+
+
+def test_names_as_users_of_ollama_write_them(store: Store, gguf_file: Path) -> None:
+    assert store.import_path(gguf_file, "tiny:latest").name == "tiny"
+    store.import_path(gguf_file, "org/tiny:q8_0")
+    for written in ("tiny", "tiny:latest", "library/tiny", "registry.ollama.ai/library/tiny:latest"):
+        assert store.get(written).name == "tiny"
+    for written in ("org/tiny:q8_0", "hf.co/org/tiny:q8_0", "huggingface.co/org/tiny:q8_0"):
+        assert store.get(written).name == "org/tiny:q8_0"
+    for absent in ("org/tiny", "tiny:q8_0", "tiny:latest:latest"):
+        with pytest.raises(ModelNotFoundError):
+            store.get(absent)
+    store.remove("hf.co/org/tiny:q8_0")
+    assert [model.name for model in store.list()] == ["tiny"]
 
 
 @pytest.mark.parametrize("name", BAD_NAMES)

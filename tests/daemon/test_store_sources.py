@@ -53,6 +53,13 @@ def test_bad_specs_name_what_there_is(spec: str) -> None:
         parse_source(spec)
 
 
+@pytest.mark.parametrize("host", ["hf:", "hf.co/", "huggingface.co/"])
+def test_the_hub_as_users_of_ollama_name_it(host: str) -> None:
+    source = parse_source(f"{host}Org/Repo:Q4_K_M")
+    assert source == HubSource("Org/Repo", quantization="Q4_K_M")
+    assert (source.spec, source.default_name) == ("hf:Org/Repo:Q4_K_M", "Org/Repo:Q4_K_M")
+
+
 def write_wheel(path: Path, members: dict[str, bytes], digests: dict[str, bytes] | None = None) -> Path:
     """A wheel of `members`; RECORD holds the sha256 of `digests` where that differs."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -186,6 +193,19 @@ def test_one_gguf_of_a_repository(store: Store, hub: Hub) -> None:
     assert nested.source == "hf:org/two/q/b.gguf"
     assert (nested.path / "b.gguf").is_file()
     assert not (nested.path / "q").exists()
+
+
+def test_the_gguf_of_a_quantization(store: Store, hub: Hub) -> None:
+    gguf = hub.repos["org/one-gguf"]["m.gguf"]
+    hub.repos["org/quants"] = dict.fromkeys(("m-Q8_0.gguf", "m-IQ8_0.gguf", "m.Q4_K_M.gguf"), gguf)
+    model = store.add(HubSource("org/quants", endpoint=hub.endpoint, quantization="q4_k_m"))
+    assert (model.name, model.source) == ("org/quants:q4_k_m", "hf:org/quants:q4_k_m")
+    assert (model.path / "m.Q4_K_M.gguf").is_file()
+    assert store.add(HubSource("org/quants", endpoint=hub.endpoint, quantization="Q8_0")).name.endswith(
+        ":Q8_0"
+    )
+    with pytest.raises(StoreError, match=r"0 GGUF files are called \*Q5_0\.gguf; there are: m-Q8_0\.gguf, "):
+        store.add(HubSource("org/quants", endpoint=hub.endpoint, quantization="Q5_0"))
 
 
 def test_what_the_hub_does_not_have(store: Store, hub: Hub) -> None:
