@@ -186,7 +186,7 @@ class Store:
 
 
 def plain_name(name: str) -> str:
-    """`name` as the store has it: without a host before it, and without `:latest`, which goes without saying."""
+    """`name` as the store has it: without the host before it and the tag `latest` behind it."""
     return _HOST.sub("", name).removesuffix(":latest")
 
 
