@@ -55,7 +55,7 @@ class CacheManager:
         if num_new > self.pool.num_free:
             return False
         state.blocks.extend(self._allocate() for _ in range(num_new))
-        if self.prefix_caching:
+        if self.prefix_caching and not _misses_hits(state):
             self._extend_keys(state)
             for index in range(state.num_computed // self.block_size, end // self.block_size):
                 self.prefix.insert(state.block_keys[index], state.blocks[index])
@@ -109,7 +109,7 @@ class CacheManager:
 
     def _find_hits(self, state: RequestState) -> list[int]:
         """Blocks that hold the request's first tokens, never all of them: the last is always computed."""
-        if not self.prefix_caching:
+        if not self.prefix_caching or _misses_hits(state):
             return []
         self._extend_keys(state)
         return self.prefix.find(state.block_keys[: _max_hit_len(state) // self.block_size])
@@ -120,6 +120,16 @@ class CacheManager:
             parent = keys[-1] if keys else root_key(state.request.salt)
             start = index * self.block_size
             keys.append(block_key(parent, state.tokens(start, start + self.block_size)))
+
+
+def _misses_hits(state: RequestState) -> bool:
+    """Whether a request must compute all its tokens itself.
+
+    It leaves no prefix behind either: texts to embed rarely begin alike, and many of them would push out
+    what others come back to.
+    """
+    embedding = state.request.embedding
+    return embedding is not None and embedding.needs_whole_prompt
 
 
 def _max_hit_len(state: RequestState) -> int:

@@ -37,6 +37,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     architecture: str
     backend: str
     vocab_size: int
+    hidden_size: int
     max_model_len: int
     weight_bytes: int
     kv_dtype: str
@@ -67,16 +68,26 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
             limit = min(limit, context_len)
         if not prompt_len:
             raise RequestError("the prompt is empty: give at least one token", "prompt")
-        if prompt_len >= limit:
-            name = self._limit_name(limit)
+        if prompt_len + request.draws > limit:
+            need = " and needs room for one more" if request.draws else ""
             message = (
-                f"the prompt has {prompt_len} tokens and needs room for one more, but the {name} is {limit}"
+                f"the prompt has {prompt_len} tokens{need}, but the {self._limit_name(limit)} is {limit}"
             )
             raise ContextLengthError(prompt_len, limit, message)
         for token_id in (min(request.prompt), max(request.prompt)):
             if not 0 <= token_id < self.vocab_size:
                 raise RequestError(f"token id {token_id} is not in 0..{self.vocab_size - 1}", "prompt")
         request.sampling.validate(self.vocab_size)
+        if request.embedding is not None:
+            assert not request.draws, "an embedding goes with max_tokens 0"
+            self._check_dimensions(request.embedding.dimensions)
+
+    def _check_dimensions(self, dimensions: int | None) -> None:
+        if dimensions is not None and not 1 <= dimensions <= self.hidden_size:
+            raise RequestError(
+                f"dimensions must be between 1 and the model's {self.hidden_size}, got {dimensions}",
+                "dimensions",
+            )
 
     def _limit_name(self, limit: int) -> str:
         if limit == self.max_model_len:

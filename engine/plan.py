@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import SystemRandom
-from typing import Protocol
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from quantd.engine.messages import ModelInfo
 from quantd.engine.request import Request, TokenLogprob
+
+HiddenSum: TypeAlias = npt.NDArray[np.float64]
+"""The sum of some tokens' hidden states, [H]."""
 
 
 @dataclass(eq=False)
@@ -20,7 +26,8 @@ class RequestState:
     prefix-cache keys of its full blocks, both owned by CacheManager. seed: of its random stream, a
     fresh one where it asked for none. num_prompt_logprobs: how many the runner has given (Scheduler
     counts them), so that a recomputed prompt gives none twice. num_cached: prompt tokens found in the
-    prefix cache at the first admission; None before it.
+    prefix cache at the first admission; None before it. hidden_sum: of computed tokens that an embedding
+    is made of, as the latest step left it.
     """
 
     request: Request
@@ -31,6 +38,7 @@ class RequestState:
     num_prompt_logprobs: int = 0
     block_keys: list[bytes] = field(default_factory=list)
     num_cached: int | None = None
+    hidden_sum: HiddenSum | None = None
 
     def __post_init__(self) -> None:
         asked = self.request.sampling.seed
@@ -88,12 +96,15 @@ class EntryOutput:
 
     token_ids: drawn tokens (empty unless the entry samples). logprobs: one per drawn token where
     asked. prompt_logprobs: for prompt positions start + 1 .. of this chunk, where asked, less the
-    request's num_prompt_logprobs that were given before. error: why this request alone must end.
+    request's num_prompt_logprobs that were given before. hidden_sum: the request's from now on. embedding:
+    once its last token is computed, where asked. error: why this request alone must end.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    hidden_sum: HiddenSum | None = None
+    embedding: bytes | None = None
     error: str | None = None
 
 

@@ -1,4 +1,4 @@
-"""What is asked of an engine and how it answers: SamplingParams, Request, TokenEvent (torch-free)."""
+"""What is asked of an engine and how it answers: parameters, Request, TokenEvent (torch-free)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 from quantd.engine.errors import RequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Pooling = Literal["mean", "last", "first"]
 MAX_LOGPROBS = 20
 INT64_MAX = 2**63 - 1
 
@@ -69,13 +70,39 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
+class EmbeddingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How hidden states behind the final norm become one vector.
+
+    pooling: their mean over all tokens, or that of the last or the first one. dimensions: how many of its
+    elements, from the first on; None for all. normalize: whether it then gets length 1.
+    """
+
+    pooling: Pooling = "mean"
+    dimensions: int | None = None
+    normalize: bool = True
+
+    @property
+    def needs_whole_prompt(self) -> bool:
+        """Whether tokens found in the prefix cache, which have no hidden states, would be missed."""
+        return self.pooling != "last"
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and one continuation of it. salt: requests share cached blocks only within a salt."""
+    """One prompt, and one continuation of it or, with max_tokens 0, its embedding.
+
+    salt: requests share cached blocks only within a salt.
+    """
 
     id: str
     prompt: list[int]
     sampling: SamplingParams
     salt: str = ""
+    embedding: EmbeddingParams | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether any token is wanted."""
+        return self.sampling.max_tokens != 0
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -91,14 +118,16 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     token_ids: new tokens, a stop id included. logprobs: one per new token where asked.
     prompt_logprobs: entries for the next prompt positions, in order from position 1, as chunks are
-    computed. num_cached: prompt tokens taken from the prefix cache, in the first event only.
-    finish_reason ends the request; `error` says why where it is "error".
+    computed. embedding: where asked, float32 in the machine's order. num_cached: prompt tokens taken from
+    the prefix cache, in the first event only. finish_reason ends the request; `error` says why where it is
+    "error".
     """
 
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []
     prompt_logprobs: list[TokenLogprob] = []
+    embedding: bytes | None = None
     num_cached: int | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None

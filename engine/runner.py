@@ -25,6 +25,7 @@ from quantd.engine.model_part import ModelPart, load_part, prompt_chunks, select
 from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.models.spec import DecoderSpec
 from quantd.engine.plan import EntryOutput, Plan, PlanEntry, StepOutput
+from quantd.engine.pooling import HiddenRow, pool, pooled_rows
 from quantd.engine.rank_messages import Allocate, RankLoaded, RankReady, StartRank
 from quantd.engine.ranks import Fail, Ranks
 from quantd.engine.request import TokenLogprob
@@ -53,10 +54,15 @@ class ModelRunner:
         batch = build_batch(plan, self.info.block_size)
         hidden = self._hidden(batch)
         prompts = self._prompt_logits(hidden, batch.prompt_rows)
+        pooled = _hidden_rows(hidden, pooled_rows(plan))
         samples = iter(self._samples(plan, select(hidden, batch.sample_rows)))
-        return StepOutput(
-            tuple(_output(entry, prompts, next(samples) if entry.samples else None) for entry in plan.entries)
-        )
+
+        def output(entry: PlanEntry) -> EntryOutput:
+            if entry.request.request.embedding is not None:
+                return pool(entry, pooled)
+            return _output(entry, prompts, next(samples) if entry.samples else None)
+
+        return StepOutput(tuple(map(output, plan.entries)))
 
     def prepare(self) -> bool:
         """See Runner."""
@@ -75,6 +81,13 @@ class ModelRunner:
         """The logits of `rows` of hidden [M, H], computed as they are asked for, a few rows at a time."""
         for some in prompt_chunks(rows):
             yield from self._part.decoder.logits(select(hidden, some)).cpu().numpy()
+
+
+def _hidden_rows(hidden: Tensor, rows: list[int]) -> Iterator[HiddenRow]:
+    """These rows of hidden [M, H], in the CPU's memory."""
+    if not rows:
+        return iter(())
+    return iter(select(hidden, torch.tensor(rows, dtype=torch.int32)).float().cpu().numpy())
 
 
 def _output(entry: PlanEntry, prompt_logits: Iterator[Row], sample: Sample | None) -> EntryOutput:
@@ -197,6 +210,7 @@ def _describe(
         architecture=spec.model_type,
         backend=part.decoder.ops.name,
         vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
         max_model_len=spec.max_model_len,
         weight_bytes=sum(rank.weight_bytes for rank in ranks),
         kv_dtype=config.kv_dtype,

@@ -137,9 +137,9 @@ class Scheduler:
         self.cache.check(self._states())
         assert not any(state.blocks for state in self.waiting)
         assert len(self.running) <= self.max_num_requests
-        assert all(
-            state.num_computed < state.num_tokens < self.info.max_request_len for state in self._states()
-        )
+        limit = self.info.max_request_len
+        for state in self._states():
+            assert state.num_computed < state.num_tokens <= limit - state.request.draws, state
 
     def _live_slots(self) -> int:
         size = self.info.block_size
@@ -212,6 +212,7 @@ class Scheduler:
         is_first = not state.output and not state.num_prompt_logprobs
         state.num_computed = entry.start + entry.num_tokens
         state.num_prompt_logprobs += len(output.prompt_logprobs)
+        state.hidden_sum = output.hidden_sum
         token_ids, reason = self._accept(state, output.token_ids)
         assert token_ids or not entry.samples, f"no token was drawn for request {state.id}"
         if reason is not None:
@@ -223,6 +224,7 @@ class Scheduler:
             token_ids=token_ids,
             logprobs=output.logprobs[: len(token_ids)],
             prompt_logprobs=output.prompt_logprobs,
+            embedding=output.embedding,
             num_cached=state.num_cached if is_first else None,
             finish_reason=reason,
         )
@@ -264,5 +266,5 @@ class Scheduler:
 def _entry(state: RequestState, num_tokens: int) -> PlanEntry:
     """The chunk of a request that comes next. At its last known token one is drawn, if one is wanted."""
     start = state.num_computed
-    samples = start + num_tokens == state.num_tokens and state.request.sampling.max_tokens != 0
+    samples = start + num_tokens == state.num_tokens and state.request.draws
     return PlanEntry(state, start, num_tokens, samples, tuple(state.blocks))

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from quantd.engine.messages import ModelInfo
 from quantd.engine.plan import EntryOutput, Plan, PlanEntry, StepOutput
-from quantd.engine.request import Request, SamplingParams, TokenLogprob
+from quantd.engine.pooling import HiddenRow, pool, pooled_rows
+from quantd.engine.request import EmbeddingParams, Request, SamplingParams, TokenLogprob
 
 VOCAB_SIZE = 64
+HIDDEN_SIZE = 3
 FAULTY_TOKEN = 61
 FATAL_TOKEN = 62
 
@@ -19,6 +24,7 @@ def make_info(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 10
         architecture="fake",
         backend="fake",
         vocab_size=VOCAB_SIZE,
+        hidden_size=HIDDEN_SIZE,
         max_model_len=max_model_len,
         weight_bytes=0,
         kv_dtype="int8",
@@ -32,6 +38,16 @@ def make_info(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 10
 
 def make_request(name: str, prompt: Sequence[int], salt: str = "", **sampling: object) -> Request:
     return Request(id=name, prompt=list(prompt), salt=salt, sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
+
+
+def make_embedding_request(name: str, prompt: Sequence[int], salt: str = "", **params: object) -> Request:
+    return Request(
+        id=name,
+        prompt=list(prompt),
+        salt=salt,
+        sampling=SamplingParams(max_tokens=0),
+        embedding=EmbeddingParams(**params),  # type: ignore[arg-type]
+    )
 
 
 def next_token(token_ids: Sequence[int]) -> int:
@@ -49,11 +65,22 @@ def continuation(request: Request, info: ModelInfo) -> tuple[list[int], str]:
     return output, "length"
 
 
+def embedding(request: Request) -> npt.NDArray[np.float32]:
+    """What FakeRunner's hidden states amount to, of a request that has an engine of its own."""
+    prompt, params = request.prompt, request.embedding
+    assert params is not None
+    states = np.array([_hidden(hash(tuple(prompt[: end + 1]))) for end in range(len(prompt))], np.float64)
+    mean = {"mean": states.mean(0), "last": states[-1], "first": states[0]}[params.pooling]
+    kept = mean[: params.dimensions]
+    return (kept / np.linalg.norm(kept) if params.normalize else kept).astype(np.float32)
+
+
 class FakeRunner:
     """A model of two layers over a pool of slots, in plain integers.
 
     The first layer keeps each token, the second a hash of all first-layer values up to it, and the
     drawn token is a hash of all second-layer values: all of them read back through the block table.
+    A token's hidden state is made of its second-layer value.
     A wrong table, a stale block or a wrong hit, now or when an earlier token was computed, changes
     the token. Like a real model it writes a layer for the whole batch before it reads any of it. A
     prompt with FAULTY_TOKEN fails its own entry, one with FATAL_TOKEN the step.
@@ -77,15 +104,20 @@ class FakeRunner:
         for entry in plan.entries:
             context = self._read(0, entry)
             self._write(1, entry, [hash(tuple(context[: end + 1])) for end in _positions(entry)])
-        return StepOutput(tuple(self._answer(entry) for entry in plan.entries))
+        hidden = [_hidden(value) for entry in plan.entries for value in self._read(1, entry)[entry.start :]]
+        pooled = iter([hidden[row] for row in pooled_rows(plan)])
+        return StepOutput(tuple(self._answer(entry, pooled) for entry in plan.entries))
 
     def prepare(self) -> bool:
         return False
 
-    def _answer(self, entry: PlanEntry) -> EntryOutput:
+    def _answer(self, entry: PlanEntry, pooled: Iterator[HiddenRow]) -> EntryOutput:
         request, context = entry.request.request, self._read(1, entry)
+        output = EntryOutput() if request.embedding is None else pool(entry, pooled)
         if FAULTY_TOKEN in request.prompt:
             return EntryOutput(error="a faulty token")
+        if request.embedding is not None:
+            return output
         drawn = [_draw(context)] if entry.samples else []
         logprobs = (
             [TokenLogprob(token, 0.0) for token in drawn] if request.sampling.logprobs is not None else []
@@ -119,6 +151,10 @@ class FakeRunner:
 
 def _positions(entry: PlanEntry) -> range:
     return range(entry.start, entry.start + entry.num_tokens)
+
+
+def _hidden(value: int) -> HiddenRow:
+    return np.array([value % 1009 - 504, value % 101 + 1, value % 13 / 7], np.float32)
 
 
 def _draw(values: Sequence[int]) -> int:

@@ -18,6 +18,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    embedding: bytes | None = None
     num_cached: int | None = None
     finish_reason: str | None = None
     error: str | None = None
@@ -27,6 +28,7 @@ class Completion:
         self.logprobs += event.logprobs
         self.prompt_logprobs += event.prompt_logprobs
         self.num_cached = event.num_cached if self.num_cached is None else self.num_cached
+        self.embedding = event.embedding
         self.finish_reason, self.error = event.finish_reason, event.error
 
 

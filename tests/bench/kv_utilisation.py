@@ -101,6 +101,7 @@ def _info(num_blocks: int, block_size: int) -> ModelInfo:
         architecture="none",
         backend="none",
         vocab_size=VOCAB_SIZE,
+        hidden_size=1,
         max_model_len=MAX_LEN,
         weight_bytes=0,
         kv_dtype="int8",

@@ -20,6 +20,7 @@ INFO = ModelInfo(
     architecture="llama",
     backend="fake",
     vocab_size=514,
+    hidden_size=4,
     max_model_len=512,
     weight_bytes=1000,
     kv_dtype="int8",

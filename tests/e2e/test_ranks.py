@@ -27,7 +27,7 @@ from quantd.daemon.store import Store
 from quantd.engine.client import EngineClient
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import EngineDiedError, NumericsError, RequestError
-from quantd.engine.request import Request, SamplingParams, TokenLogprob
+from quantd.engine.request import EmbeddingParams, Pooling, Request, SamplingParams, TokenLogprob
 from quantd.engine.runner import LeadingRunner, build_runner
 
 EXACT = {"kv_dtype": "fp32", "activations": "fp32"}
@@ -64,6 +64,24 @@ def requests() -> list[Request]:
     return [Request(id=f"r{i}", prompt=prompt, sampling=sampling) for i, prompt in enumerate(prompts)]
 
 
+def texts() -> list[Request]:
+    """To embed."""
+    poolings: tuple[Pooling, ...] = ("mean", "last", "first")
+    return [
+        Request(
+            id=f"t{i}",
+            prompt=[(11 * i + k) % 500 + 3 for k in range(70)],
+            sampling=SamplingParams(max_tokens=0),
+            embedding=EmbeddingParams(pooling=pooling),
+        )
+        for i, pooling in enumerate(poolings)
+    ]
+
+
+def vectors(completions: list[Completion]) -> list[float]:
+    return [value for done in completions for value in memoryview(done.embedding or b"").cast("f")]
+
+
 def logprobs(completion: Completion) -> list[float]:
     entries: list[TokenLogprob] = completion.prompt_logprobs + completion.logprobs
     return [value for entry in entries for value in (entry.logprob, *(likely for _, likely in entry.top))]
@@ -75,12 +93,14 @@ def test_ranks_answer_as_one_does(name: str) -> None:
     runner = build_runner(case.config(**case.ranks), lambda done, total: None)
     assert isinstance(runner, LeadingRunner)
     try:
-        together = InProcessEngine(case.config(), runner).serve(requests())
+        served = InProcessEngine(case.config(), runner).serve([*requests(), *texts()])
     finally:
         runner.ranks.close()
     assert psutil.Process().children() == []
     whole = build_runner(case.config(), lambda done, total: None)
     alone = InProcessEngine(case.config(), whole).serve(requests())
+    embedded = InProcessEngine(case.config(), whole).serve(texts())
+    together, also_embedded = served[: len(alone)], served[len(alone) :]
     assert runner.info.num_blocks == whole.info.num_blocks
     assert runner.info.kv_bytes_per_token == whole.info.kv_bytes_per_token
     assert [c.token_ids for c in together] == [c.token_ids for c in alone]
@@ -90,6 +110,10 @@ def test_ranks_answer_as_one_does(name: str) -> None:
             assert ours == theirs
         else:
             assert logprobs(ours) == pytest.approx(logprobs(theirs), rel=1e-5, abs=1e-5)
+    assert len(vectors(embedded)) == 3 * whole.info.hidden_size
+    assert vectors(also_embedded) == pytest.approx(
+        vectors(embedded), rel=0, abs=0 if case.same_bits else 1e-5
+    )
 
 
 CONFIG = CASES["tp 2, act-order"].config(tp=2)

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from in_process import Completion, InProcessEngine
-from model_oracle import random_model
+from model_oracle import random_model, relative_error
+from test_embeddings import embedding_requests, vector
 from test_models import CASES, TINY
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -20,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from quantd.engine.config import EngineConfig
-from quantd.engine.request import Request, SamplingParams
+from quantd.engine.request import Pooling, Request, SamplingParams
 from quantd.engine.runner import ModelRunner, build_runner
 
 # Where transformers' own two best logits are closer than this, float32 decides either way.
@@ -162,6 +163,20 @@ def test_smollm2_in_a_busy_batch_writes_the_same(
     together = engine.serve(requests_of(prompts))
     assert sum(completion.num_cached or 0 for completion in together) > 100
     assert token_ids(together) == token_ids(alone)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last", "first"])
+def test_smollm2_embeds_as_transformers_does(
+    oracle: PreTrainedModel, exact: ModelRunner, smollm2: Path, prompts: list[list[int]], pooling: Pooling
+) -> None:
+    """Of transformers: the hidden states behind the final norm, pooled and normalized by torch."""
+    asked = embedding_requests(prompts[8:14], pooling=pooling)
+    embedded = InProcessEngine(config_of(smollm2, max_num_tokens=40), exact).serve(asked)
+    for prompt, completion in zip(prompts[8:14], embedded, strict=True):
+        with torch.inference_mode():
+            hidden = oracle.model(torch.tensor([prompt])).last_hidden_state[0]
+        pooled = {"mean": hidden.mean(0), "last": hidden[-1], "first": hidden[0]}[pooling]
+        assert relative_error(vector(completion), pooled / pooled.norm()) < 1e-4
 
 
 def test_the_same_seed_gives_the_same_text_alone_and_in_a_batch(

@@ -25,7 +25,7 @@ from quantd.engine.model_part import ModelPart, load_part
 from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.plan import RequestState
 from quantd.engine.rank_messages import StartRank
-from quantd.engine.request import Request, SamplingParams
+from quantd.engine.request import EmbeddingParams, Pooling, Request, SamplingParams
 from quantd.engine.runner import LeadingRunner, ModelRunner, build_runner
 from quantd.engine.sampler import Sampler
 from quantd.engine.split import World
@@ -155,6 +155,30 @@ def test_greedy_text_is_that_of_the_reference(folder: Path, expected: list[Compl
         for kind in ("logprobs", "prompt_logprobs"):
             pairs = zip(getattr(one, kind), getattr(other, kind), strict=True)
             assert all(abs(a.logprob - b.logprob) < 0.05 for a, b in pairs)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last", "first"])
+def test_embeddings_are_those_of_the_reference(folder: Path, pooling: Pooling) -> None:
+    """Beside tokens that are drawn, in chunks and whole: the same bits."""
+    texts = [
+        Request(
+            id=f"text {i}",
+            prompt=prompt * 2,
+            sampling=SamplingParams(max_tokens=0),
+            embedding=EmbeddingParams(pooling=pooling),
+        )
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    reference = config_of(folder, backend="reference")
+    theirs = InProcessEngine(reference, build(reference)).serve(texts)
+    runner = build(config_of(folder))
+    chunked = InProcessEngine(config_of(folder, max_num_tokens=6), runner).serve([*requests(4), *texts])[3:]
+    whole = InProcessEngine(config_of(folder), runner).serve_alone(texts)
+    assert [one.embedding for one in chunked] == [one.embedding for one in whole]
+    for one, other in zip(whole, theirs, strict=True):
+        ours, expected = (np.frombuffer(done.embedding or b"", np.float32) for done in (one, other))
+        assert ours.shape == (HIDDEN,)
+        np.testing.assert_allclose(ours, expected, atol=0.02)
 
 
 class Graphs:

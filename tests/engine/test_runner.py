@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from in_process import Completion, InProcessEngine
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError, NumericsError
-from quantd.engine.request import MAX_LOGPROBS, Request, SamplingParams
+from quantd.engine.request import MAX_LOGPROBS, EmbeddingParams, Request, SamplingParams
 from quantd.engine.runner import ModelRunner, build_runner
 
 MODEL = "autogptq-4b-g32-sym"
@@ -175,9 +176,11 @@ def test_a_request_that_meets_nan_fails_alone(fixture_folders: dict[str, Path], 
     bad = request("bad", [5, 400, 7], max_tokens=10)
     bad_prompt = request("bad prompt", [9, 400, 7], max_tokens=10, prompt_logprobs=1)
     alone = InProcessEngine(config, runner).serve([good])
-    together = InProcessEngine(config, runner).serve([bad, good, bad_prompt])
+    bad_text = Request(id="bad text", prompt=[8, 400], sampling=SamplingParams(max_tokens=0))
+    bad_text = msgspec.structs.replace(bad_text, embedding=EmbeddingParams())
+    together = InProcessEngine(config, runner).serve([bad, good, bad_prompt, bad_text])
     assert together[1] == alone[0]
-    for completion in (together[0], together[2]):
+    for completion in (together[0], *together[2:]):
         assert completion.finish_reason == "error"
         assert completion.error is not None and "not finite" in completion.error
 

@@ -1,8 +1,19 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import pytest
-from fakes import FATAL_TOKEN, FAULTY_TOKEN, FakeRunner, continuation, make_info, make_request, next_token
+from fakes import (
+    FATAL_TOKEN,
+    FAULTY_TOKEN,
+    FakeRunner,
+    continuation,
+    embedding,
+    make_embedding_request,
+    make_info,
+    make_request,
+    next_token,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -316,6 +327,15 @@ REQUESTS = st.fixed_dictionaries(
         "prompt_logprobs": st.sampled_from([None, None, 0]),
         "stop_token_ids": st.sampled_from([(), tuple(range(6))]),
         "fault": st.sampled_from([None] * 12 + [FAULTY_TOKEN, FATAL_TOKEN]),
+        "embedding": st.sampled_from(
+            [None] * 6
+            + [
+                {"pooling": "mean"},
+                {"pooling": "mean", "dimensions": 2, "normalize": False},
+                {"pooling": "last"},
+                {"pooling": "first"},
+            ]
+        ),
     }
 )
 MOVES = st.lists(
@@ -367,7 +387,11 @@ def play_add(engine: Engine, requests: dict[str, Request], fields: dict[str, obj
     fields = dict(fields)
     prompt, fault = list(fields.pop("prompt")), fields.pop("fault")  # type: ignore[call-overload]
     prompt += [] if fault is None else [fault]
-    request = make_request(f"r{len(requests)}", prompt, **fields)  # type: ignore[arg-type]
+    name, params = f"r{len(requests)}", fields.pop("embedding")
+    if params is None:
+        request = make_request(name, prompt, **fields)  # type: ignore[arg-type]
+    else:
+        request = make_embedding_request(name, prompt, str(fields["salt"]), **params)  # type: ignore[arg-type]
     requests[request.id] = request
     engine.add(request)
 
@@ -408,8 +432,11 @@ def assert_ended_right(engine: Engine, request: Request) -> None:
         assert (output, end.finish_reason) == (expected, reason)
         if request.sampling.prompt_logprobs is not None:
             assert_prompt_logprobs_right(engine, request)
+        if request.embedding is not None:
+            assert end.embedding is not None
+            np.testing.assert_allclose(np.frombuffer(end.embedding, np.float32), embedding(request), 1e-6)
     else:
-        never_fits = len(request.prompt) >= engine.info.max_request_len
+        never_fits = len(request.prompt) + request.draws > engine.info.max_request_len
         assert never_fits or end.error in ("a faulty token", "the step broke")
     if output:
         cached = engine.num_cached(request.id)

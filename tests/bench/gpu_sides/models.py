@@ -76,6 +76,7 @@ def runner_of(setup: Setup, decoder: Decoder, config: EngineConfig, num_blocks: 
         architecture="llama",
         backend=decoder.ops.name,
         vocab_size=decoder.spec.vocab_size,
+        hidden_size=decoder.spec.hidden_size,
         max_model_len=decoder.spec.max_model_len,
         weight_bytes=decoder.weights.nbytes,
         kv_dtype=config.kv_dtype,
