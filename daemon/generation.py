@@ -57,12 +57,13 @@ class Delta:
 
 @dataclass(frozen=True)
 class Head:
-    """What is known of an answer when it starts."""
+    """What is known of an answer when it starts. num_left_out: files that had no room in the prompt."""
 
     id: str
     model: str
     num_choices: int
     prompt_tokens: int
+    num_left_out: int = 0
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ class Generation:
     """An answer under way: an async iterator of Delta, and an async context that ends it.
 
     Leaving the context aborts what still runs. model: the name that answers. jobs: the engine request of
-    each choice, n in a row for each prompt. on_close: called once at the end.
+    each choice, n in a row for each prompt. on_close: called once at the end. num_left_out: see Head.
     """
 
     def __init__(
@@ -276,6 +277,7 @@ class Generation:
         metrics: Metrics,
         on_close: Callable[[], None],
         load_seconds: float = 0.0,
+        num_left_out: int = 0,
     ) -> None:
         self.id = id
         self.model = model
@@ -285,6 +287,7 @@ class Generation:
         self._metrics = metrics
         self._on_close = on_close
         self._load_seconds = load_seconds
+        self._num_left_out = num_left_out
         self._started = time.monotonic()
         self._first: float | None = None
         self._latest = self._started
@@ -299,7 +302,7 @@ class Generation:
     @property
     def head(self) -> Head:
         """What is known from the start."""
-        return Head(self.id, self.model, len(self._jobs), self._prompt_tokens())
+        return Head(self.id, self.model, len(self._jobs), self._prompt_tokens(), self._num_left_out)
 
     def _prompt_tokens(self) -> int:
         return sum(len(request.prompt) for request, _ in self._jobs[:: self._n])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from quantd.daemon.errors import ModelNotFoundError
+from quantd.daemon.infill_formats import infill_writer
 from quantd.daemon.keep_alive import KeepAlive
 from quantd.daemon.model_files import sampling_defaults
 from quantd.daemon.tokenizer import Tokenizer
@@ -74,7 +75,8 @@ MakeConfig = Callable[[Path, Mapping[str, Any]], EngineConfig]
 class LoadedModel:
     """A model that answers.
 
-    defaults: SamplingParams fields for requests that leave them open. num_requests: those that hold it.
+    defaults: SamplingParams fields for requests that leave them open. infill: writes its prompts towards a
+    suffix, if it knows any. num_requests: those that hold it.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class LoadedModel:
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.keep_alive = keep_alive
+        self.infill = infill_writer(tokenizer)
         self.num_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -18,6 +18,7 @@ import msgspec
 from quantd.daemon.constraints import Constraint
 from quantd.daemon.errors import OverloadedError
 from quantd.daemon.generation import Choice, Echo, Generation
+from quantd.daemon.infill import InfillPrompt, InfillText, InfillWriter
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import LoadedModel, Models
 from quantd.daemon.templates import Message
@@ -30,6 +31,8 @@ from quantd.engine.request import INT64_MAX, Request, SamplingParams
 # takes a template as long as so many characters take a tokenizer.
 _LONG_TEXT = 20_000
 _MESSAGE_COST = 100
+# Tokens left to an answer in a gap that has no limit of its own.
+_INFILL_ROOM = 256
 
 Result = TypeVar("Result")
 
@@ -92,12 +95,38 @@ class CompletionRequest:
     options: Options = Options()
 
 
+@dataclass(frozen=True, kw_only=True)
+class InfillRequest:
+    """A gap between two texts to fill. An empty suffix is one too: the gap is at the end of a file.
+
+    trims_files: where all do not fit, leave out the oldest files, which the client counts on; the text
+    around the cursor is never cut.
+    """
+
+    model: str | None
+    text: InfillText
+    trims_files: bool = False
+    options: Options = Options()
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A conversation as the model reads it. text: with special tokens by name."""
 
     text: str
     ids: list[int]
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Prompts in tokens. echoed: to be repeated before the answers, as sent, None for token ids.
+
+    num_left_out: files that had no room.
+    """
+
+    ids: Sequence[list[int]]
+    echoed: Sequence[str | None] | None = None
+    num_left_out: int = 0
 
 
 class Service:
@@ -123,7 +152,7 @@ class Service:
             model = await self._acquire(request.model, request.options.n, held)
             loaded = time.monotonic() - started
             prompt = await _chat_prompt(model, request)
-            return self._generate(model, [prompt.ids], [None], request.options, held, loaded)
+            return self._generate(model, _Prompts([prompt.ids]), request.options, held, loaded)
 
     async def prompt(self, request: ChatRequest) -> Prompt:
         """The prompt that `chat` would give the model. Raises as `chat`."""
@@ -138,13 +167,26 @@ class Service:
             started = time.monotonic()
             model = await self._acquire(request.model, options.n * len(request.prompts), held)
             loaded = time.monotonic() - started
-            prompts = await _raw_prompts(model.tokenizer, request.prompts)
+            ids = await _raw_prompts(model.tokenizer, request.prompts)
             texts = [prompt if isinstance(prompt, str) else None for prompt in request.prompts]
+            prompts = _Prompts(ids, echoed=texts if request.echo else None)
             try:
-                return self._generate(model, prompts, texts, options, held, loaded, request.echo)
+                return self._generate(model, prompts, options, held, loaded)
             except ContextLengthError as error:
                 error.param = "prompt"
                 raise
+
+    async def infill(self, request: InfillRequest) -> Generation:
+        """Start to fill a gap. Raises as `chat`, also where the model knows no prompts for it."""
+        with ExitStack() as held:
+            started = time.monotonic()
+            model = await self._acquire(request.model, request.options.n, held)
+            loaded = time.monotonic() - started
+            writer = _infill_writer(model)
+            prompt = await _infill_prompt(model, writer, request)
+            options = _infill_options(model, writer, request)
+            prompts = _Prompts([prompt.ids], num_left_out=prompt.num_left_out)
+            return self._generate(model, prompts, options, held, loaded)
 
     def refuse_new(self) -> None:
         """Take no more requests; those under way go on."""
@@ -185,32 +227,40 @@ class Service:
     def _generate(
         self,
         model: LoadedModel,
-        prompts: Sequence[list[int]],
-        texts: Sequence[str | None],
+        prompts: _Prompts,
         options: Options,
         held: ExitStack,
         load_seconds: float,
-        echo: bool = False,
     ) -> Generation:
-        """Check every engine request, then start them. texts: prompts as sent, None for token ids."""
+        """Check every engine request, then start them."""
         generation_id = uuid.uuid4().hex
         stops = StopStrings(options.stop)
+        echoed = prompts.echoed
         jobs = []
-        for index in range(len(prompts) * options.n):
+        for index in range(len(prompts.ids) * options.n):
             place, number = divmod(index, options.n)
+            ids = prompts.ids[place]
             request = Request(
                 id=f"{generation_id}-{index}",
-                prompt=prompts[place],
-                sampling=_sampling(options, model, number, echo, len(prompts[place])),
+                prompt=ids,
+                sampling=_sampling(options, model, number, echoed is not None, len(ids)),
                 salt=options.cache_salt,
             )
             model.engine.info.check_request(request, options.context_len)
             scored = request.sampling.logprobs is not None
-            repeated = Echo(model.tokenizer, request.prompt, texts[place], scored) if echo else None
-            jobs.append((request, Choice(index, model.tokenizer, stops.restarted(), scored, repeated)))
+            echo = None if echoed is None else Echo(model.tokenizer, ids, echoed[place], scored)
+            jobs.append((request, Choice(index, model.tokenizer, stops.restarted(), scored, echo)))
         on_close = held.pop_all().close
         return Generation(
-            generation_id, model.name, model.engine, jobs, options.n, self.metrics, on_close, load_seconds
+            generation_id,
+            model.name,
+            model.engine,
+            jobs,
+            options.n,
+            self.metrics,
+            on_close,
+            load_seconds,
+            prompts.num_left_out,
         )
 
 
@@ -261,6 +311,47 @@ async def _chat_prompt(model: LoadedModel, request: ChatRequest) -> Prompt:
 
     sizes = (_MESSAGE_COST + len(message["content"]) for message in request.messages)
     return await _in_time(sum(sizes), render)
+
+
+def _infill_writer(model: LoadedModel) -> InfillWriter:
+    if model.infill is None:
+        raise RequestError(
+            f"the model {model.name} has not learnt to fill gaps: its tokenizer lacks the tokens for a "
+            "prefix and a suffix; send a prompt without a suffix, or name another model",
+            "suffix",
+        )
+    return model.infill
+
+
+async def _infill_prompt(model: LoadedModel, writer: InfillWriter, request: InfillRequest) -> InfillPrompt:
+    text, limit = request.text, _infill_limit(model, request.options)
+
+    def write() -> InfillPrompt:
+        return writer.fitted(text, limit) if request.trims_files else writer.prompt(text)
+
+    sizes = (len(file.text) for file in text.files)
+    return await _in_time(sum(sizes, len(text.prefix) + len(text.suffix)), write)
+
+
+def _infill_limit(model: LoadedModel, options: Options) -> int:
+    """Tokens of a prompt that leave room for its answer."""
+    context_len = model.engine.info.max_request_len
+    if options.context_len is not None:
+        context_len = min(context_len, options.context_len)
+    answer_len = options.sampling.max_tokens or _INFILL_ROOM
+    return context_len - min(answer_len, context_len // 2)
+
+
+def _infill_options(model: LoadedModel, writer: InfillWriter, request: InfillRequest) -> Options:
+    """With the family's ends of an answer."""
+    options = request.options
+    vocab_size = model.engine.info.vocab_size
+    ends = tuple(end for end in writer.stop_ids if end < vocab_size and not options.ignore_eos)
+    sampling = msgspec.structs.replace(
+        options.sampling, stop_token_ids=options.sampling.stop_token_ids + ends
+    )
+    stops = writer.format.stops if request.text.files else ()
+    return replace(options, sampling=sampling, stop=options.stop + stops)
 
 
 async def _raw_prompts(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> list[list[int]]:

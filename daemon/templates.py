@@ -19,6 +19,10 @@ from quantd.quant.errors import CheckpointError
 
 Message = dict[str, Any]
 
+# Variables that switch a model's reasoning on and off, and tags that templates put around it.
+_THINKING = {"enable_thinking", "thinking", "reasoning_effort"}
+_THINK_MARKS = ("<think>", "[THINK]")
+
 
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks the assistant's text for training; here it is only its content."""
@@ -33,7 +37,8 @@ class _GenerationTag(jinja2.ext.Extension):
 class ChatTemplate:
     """A model's chat template. Raises CheckpointError where `source` is no valid Jinja.
 
-    special_tokens: the names that templates use for them, such as bos_token.
+    special_tokens: the names that templates use for them, such as bos_token. takes_tools: whether it has a
+    place for tools. thinks: whether its model may reason before it answers.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -45,8 +50,9 @@ class ChatTemplate:
             raise CheckpointError(f"the model's chat template is not valid: {error}") from error
         self.source = source
         self._special_tokens = dict(special_tokens)
-        self._takes_tools = "tools" in variables
+        self.takes_tools = "tools" in variables
         self._takes_calls = "tool_calls" in source
+        self.thinks = bool(_THINKING & variables) or any(mark in source for mark in _THINK_MARKS)
 
     def render(
         self,
@@ -79,7 +85,7 @@ class ChatTemplate:
             ) from error
 
     def _check_tools(self, messages: Sequence[Message], tools: Sequence[object] | None) -> None:
-        if tools and not self._takes_tools:
+        if tools and not self.takes_tools:
             raise RequestError("this model's chat template has no place for tools", "tools")
         if any(message.get("tool_calls") for message in messages) and not self._takes_calls:
             raise RequestError("this model's chat template has no place for tool calls", "messages")

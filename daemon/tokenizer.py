@@ -7,7 +7,9 @@ generation_config.json, config.json, chat_template.jinja, additional_chat_templa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,11 @@ _TURN_ENDS = (
     "<|eot|>",
     "<|end_of_turn|>",
 )
+# Markup that some files do not call special, such as Qwen's <|fim_prefix|>.
+_MARKUP = re.compile(r"<[|｜\[].+[|｜\]]>")
+# A character that joins no other; what follows it begins no text (sentencepiece's users: Code Llama's
+# encode_infilling, mistral-common).
+_NO_START = "\u263a"
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -53,6 +60,13 @@ class Tokenizer:
         self._core = core
         added = core.get_added_tokens_decoder()
         self._specials = {token.content for token in added.values() if token.special}
+        unknown = getattr(core.model, "unk_token", None)
+        self._controls = frozenset(
+            token_id
+            for token_id, token in added.items()
+            if (token.special or _MARKUP.fullmatch(token.content)) and token.content != unknown
+        )
+        self._space_first = core.encode("a", add_special_tokens=False).tokens[:1] not in (["a"], [])
         decoder = json.loads(core.decoder.__getstate__()) if core.decoder else None
         self._makers = decoder_steps(decoder)
         self._byte_level = is_byte_level(decoder)
@@ -79,7 +93,7 @@ class Tokenizer:
         core.no_padding()
         config = read_json(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(config)
-        source = _template_source(folder, config)
+        source = template_source(folder, config)
         template = None if source is None else ChatTemplate(source, special_tokens)
         return cls(core, config, template, _end_ids(core, folder, special_tokens, source))
 
@@ -95,9 +109,52 @@ class Tokenizer:
             return self._prefix + ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of a whole list, special tokens skipped, no clean-up of spaces."""
-        return self._core.decode(list(ids), skip_special_tokens=True)
+    def encode_text(
+        self, text: str, continues: bool = False, controls: Collection[int] = frozenset()
+    ) -> list[int]:
+        """Tokens of a text of a user: what spells a special token in it is text like the rest.
+
+        continues: the text goes on from another, so no space is put before it, as some tokenizers do at
+        the start of a text. controls: more tokens that are to come of no text.
+        """
+        controls = self._controls.union(controls)
+        ids = self._encode_part(text, continues)
+        cuts = [] if controls.isdisjoint(ids) else self._cuts(text, controls)
+        if not cuts:
+            return ids
+        parts = [text[start:end] for start, end in pairwise((0, *cuts, len(text)))]
+        first = self.encode_text(parts[0], continues, controls)
+        return first + [token_id for part in parts[1:] for token_id in self.encode_text(part, True, controls)]
+
+    def _encode_part(self, text: str, continues: bool) -> list[int]:
+        if not continues or not self._space_first:
+            return self.encode(text)
+        return self.encode(_NO_START + text)[len(self.encode(_NO_START)) :]
+
+    def _cuts(self, text: str, controls: Collection[int]) -> list[int]:
+        """A place within each special token that a text spells. One of a single character stays whole."""
+        cuts = []
+        encoding = self._core.encode(text, add_special_tokens=False)
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            # A token may take the spaces around it along.
+            word = text[start:end].strip()
+            if token_id in controls and len(word) > 1:
+                cuts.append(text.index(word, start) + 1)
+        return cuts
+
+    def token_id(self, name: str) -> int | None:
+        """The id of the token with this very name, such as a control token's."""
+        token_id: int | None = self._core.token_to_id(name)
+        return token_id
+
+    @property
+    def head(self) -> list[int]:
+        """The tokens that go before a raw prompt."""
+        return list(self._prefix)
+
+    def decode(self, ids: Sequence[int], special: bool = False) -> str:
+        """The text of a whole list, no clean-up of spaces. special: special tokens by name, else skipped."""
+        return self._core.decode(list(ids), skip_special_tokens=not special)
 
     def detokenizer(
         self, at_start: bool = False, shown: frozenset[str] = frozenset()
@@ -188,7 +245,7 @@ def _text_of(token: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _template_source(folder: Path, config: dict[str, Any]) -> str | None:
+def template_source(folder: Path, config: dict[str, Any]) -> str | None:
     """The default chat template; a file of its own goes before the tokenizer's configuration."""
     for file in (folder / "chat_template.jinja", folder / "additional_chat_templates" / "default.jinja"):
         if file.is_file():
