@@ -1,4 +1,4 @@
-"""OpenAI's surface: chat/completions, completions, models."""
+"""OpenAI's surface: chat/completions, completions, models; and Mistral's fim/completions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.generation import collect
 from quantd.daemon.routes.keys import SERVICE, TIMING
 from quantd.daemon.routes.route import Route
-from quantd.daemon.service import Service
+from quantd.daemon.service import InfillRequest, Service
 from quantd.daemon.wire import openai
 from quantd.daemon.wire.body import parse
 from quantd.daemon.wire.errors import json_response
-from quantd.daemon.wire.openai_request import ChatBody, CompletionBody
+from quantd.daemon.wire.openai_request import ChatBody, CompletionBody, FimBody
 from quantd.daemon.wire.stream import send_stream
 
 
@@ -34,13 +34,26 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def completions(request: web.Request) -> web.StreamResponse:
     """POST /v1/completions"""
     body = parse(await request.read(), CompletionBody)
-    starting, scored = request.app[SERVICE].complete(body.neutral()), body.logprobs is not None
+    service, asked, scored = request.app[SERVICE], body.neutral(), body.logprobs is not None
+    starting = service.infill(asked) if isinstance(asked, InfillRequest) else service.complete(asked)
     if body.streams:
         frames = openai.CompletionStream(scored, body.wants_usage)
         return await send_stream(request, starting, frames, request.app[TIMING])
     async with await starting as generation:
         answers = await collect(generation)
         return json_response(openai.completion_reply(generation.head, answers, scored, generation.usage))
+
+
+async def fim_completions(request: web.Request) -> web.StreamResponse:
+    """POST /v1/fim/completions: Mistral's path; the answer has the shape of a chat's."""
+    body = parse(await request.read(), FimBody)
+    starting = request.app[SERVICE].infill(body.neutral())
+    if body.streams:
+        frames = openai.ChatStream(False, body.wants_usage)
+        return await send_stream(request, starting, frames, request.app[TIMING])
+    async with await starting as generation:
+        answers = await collect(generation)
+        return json_response(openai.chat_reply(generation.head, answers, False, generation.usage))
 
 
 async def list_models(request: web.Request) -> web.StreamResponse:
@@ -69,6 +82,7 @@ def _model_objects(service: Service) -> list[dict[str, Any]]:
 OPENAI_ROUTES: Sequence[Route] = (
     Route("POST", "/chat/completions", chat_completions, versioned=True),
     Route("POST", "/completions", completions, versioned=True),
+    Route("POST", "/fim/completions", fim_completions, versioned=True),
     Route("GET", "/models", list_models, versioned=True),
     Route("GET", "/models/{id:.+}", show_model, versioned=True),
 )

@@ -15,7 +15,8 @@ from typing import Any
 
 import msgspec
 
-from quantd.daemon.service import ChatRequest, CompletionRequest, Options
+from quantd.daemon.infill import InfillText
+from quantd.daemon.service import ChatRequest, CompletionRequest, InfillRequest, Options
 from quantd.daemon.templates import Message
 from quantd.daemon.wire.body import (
     SAMPLING_FIELDS,
@@ -166,21 +167,47 @@ class CompletionBody(_Fields, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
-    suffix: Any = None
+    suffix: str | None = None
 
-    def neutral(self) -> CompletionRequest:
-        """The neutral request. Raises RequestError."""
-        refuse_unsupported(self, ("suffix",))
+    def neutral(self) -> CompletionRequest | InfillRequest:
+        """The neutral request; one with a suffix, be it empty, is a gap to fill. Raises RequestError."""
         if self.best_of not in (None, self.n or 1):
             raise RequestError("best_of: only the value of n is supported", "best_of")
         if self.logprobs is not None:
             check_range("logprobs", self.logprobs, MAX_LOGPROBS)
         max_tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        options = self.options(max_tokens, self.logprobs)
+        if self.suffix is not None:
+            text = InfillText(prefix=self._prefix(), suffix=self.suffix)
+            return InfillRequest(model=self.model, text=text, options=options)
         return CompletionRequest(
+            model=self.model, prompts=_prompts(self.prompt), echo=bool(self.echo), options=options
+        )
+
+    def _prefix(self) -> str:
+        """The text before the gap: a prompt beside a suffix is one text."""
+        if self.echo:
+            raise RequestError("echo is not supported together with suffix", "echo")
+        prompts = _prompts(self.prompt)
+        if len(prompts) != 1 or not isinstance(prompts[0], str):
+            raise RequestError("prompt must be one text where there is a suffix", "prompt")
+        return prompts[0]
+
+
+class FimBody(_Fields, frozen=True, kw_only=True):
+    """Mistral's fim/completions (Mistral API reference): a gap after `prompt`, whatever follows it."""
+
+    prompt: str
+    suffix: str | None = None
+    random_seed: int | None = None
+
+    def neutral(self) -> InfillRequest:
+        """The neutral request. Raises RequestError."""
+        seeded = self if self.random_seed is None else msgspec.structs.replace(self, seed=self.random_seed)
+        return InfillRequest(
             model=self.model,
-            prompts=_prompts(self.prompt),
-            echo=bool(self.echo),
-            options=self.options(max_tokens, self.logprobs),
+            text=InfillText(prefix=self.prompt, suffix=self.suffix or ""),
+            options=seeded.options(self.max_tokens, None),
         )
 
 

@@ -7,15 +7,16 @@ import contextlib
 import functools
 import json
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 from aiohttp import web
 from fake_models import CHATML, write_model
-from scripted_engine import Engines, FakeStore, Script, ScriptedEngine, repeat_prompt
+from scripted_engine import INFO, Engines, FakeStore, Script, ScriptedEngine, repeat_prompt
 
 from quantd.daemon.app import make_app
 from quantd.daemon.control import Control
@@ -87,11 +88,14 @@ async def running_daemon(
     template: str | None = CHATML,
     max_queue: int = 512,
     timing: Timing = DEFAULT_TIMING,
+    tokens: Sequence[str] = (),
 ) -> AsyncIterator[Daemon]:
+    """tokens: names of special tokens that the model has beside ChatML's."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as opened:
         folder = Path(name)
-        store, engines = FakeStore(), Engines(script)
-        store.add("tiny", write_model(folder / "tiny", template))
+        info = msgspec.structs.replace(INFO, vocab_size=INFO.vocab_size + len(tokens))
+        store, engines = FakeStore(), Engines(script, info)
+        store.add("tiny", write_model(folder / "tiny", template, tokens))
         models = Models(
             store,
             engines.start,

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 DATA = Path(__file__).parents[1] / "data"
+QWEN_INFILL = (
+    "<|fim_prefix|>",
+    "<|fim_suffix|>",
+    "<|fim_middle|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<|endoftext|>",
+)
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
     " + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -47,19 +57,20 @@ def metaspace_tokenizer() -> tokenizers.Tokenizer:
     return core
 
 
-def chat_tokenizer() -> tokenizers.Tokenizer:
-    """The fixtures' byte-level BPE (512 ids) with ChatML's marks as ids 512 and 513."""
+def chat_tokenizer(tokens: Sequence[str] = ()) -> tokenizers.Tokenizer:
+    """The fixtures' byte-level BPE (512 ids) with ChatML's marks as ids 512 and 513, then `tokens`."""
     core = tokenizers.Tokenizer.from_file(str(DATA / "tokenizer" / "tokenizer.json"))
-    core.add_special_tokens(
-        [AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)]
-    )
+    names = ("<|im_start|>", "<|im_end|>", *tokens)
+    core.add_special_tokens([AddedToken(name, special=True) for name in names])
     return core
 
 
-def write_model(folder: Path, template: str | None = CHATML, **config: object) -> Path:
-    """A model folder with everything but weights."""
+def write_model(
+    folder: Path, template: str | None = CHATML, tokens: Sequence[str] = (), **config: object
+) -> Path:
+    """A model folder with everything but weights. tokens: special tokens beside ChatML's."""
     folder.mkdir(parents=True, exist_ok=True)
-    chat_tokenizer().save(str(folder / "tokenizer.json"))
+    chat_tokenizer(tokens).save(str(folder / "tokenizer.json"))
     tokenizer_config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"} | config
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (folder / "config.json").write_text(

@@ -41,8 +41,8 @@ def repeat_prompt(request: Request) -> Sequence[int]:
 class ScriptedEngine:
     """Each step gives one token of the script. `gate`, while cleared, holds all steps."""
 
-    def __init__(self, script: Script = repeat_prompt) -> None:
-        self.info = INFO
+    def __init__(self, script: Script = repeat_prompt, info: ModelInfo = INFO) -> None:
+        self.info = info
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.script = script
         self.running: dict[str, Request] = {}
@@ -149,6 +149,7 @@ class Engines:
     """Starts engines and keeps them. `failures` are raised by the next starts, first one first."""
 
     script: Script = repeat_prompt
+    info: ModelInfo = INFO
     started: list[ScriptedEngine] = field(default_factory=list)
     configs: list[EngineConfig] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
@@ -163,6 +164,6 @@ class Engines:
             await self.release.wait()
         if self.failures:
             raise self.failures.pop(0)
-        engine = ScriptedEngine(self.script)
+        engine = ScriptedEngine(self.script, self.info)
         self.started.append(engine)
         return engine

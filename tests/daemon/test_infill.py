@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from fake_models import CHATML, byte_fallback_tokenizer, chat_tokenizer, write_model
+from fake_models import CHATML, QWEN_INFILL, byte_fallback_tokenizer, chat_tokenizer, write_model
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
@@ -26,7 +26,7 @@ OLD = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<fim_pad>"]
 DEEPSEEK = ["<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"]
 SEED = ["<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>"]
 GLM = ["<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", "<|user|>", "<|assistant|>"]
-QWEN = [*NEW, "<|repo_name|>", "<|file_sep|>", "<|endoftext|>"]
+QWEN = list(QWEN_INFILL)
 
 
 def with_tokens(
@@ -241,10 +241,7 @@ def test_capabilities(tmp_path: Path) -> None:
     bare = write_model(tmp_path / "bare", None)
     assert read_capabilities(bare) == Capabilities(chat=False, tools=False, thinking=False, infill=None)
     template = "{% if tools %}{{ tools }}{% endif %}{% if enable_thinking %}<think>{% endif %}" + CHATML
-    able = write_model(tmp_path / "able", template)
-    core = chat_tokenizer()
-    core.add_tokens([AddedToken(name, special=True) for name in QWEN])
-    core.save(str(able / "tokenizer.json"))
+    able = write_model(tmp_path / "able", template, QWEN_INFILL)
     expected = Capabilities(chat=True, tools=True, thinking=True, infill="Qwen coder")
     assert read_capabilities(able) == expected
     assert capabilities_of(Tokenizer.load(able)) == expected

@@ -228,7 +228,6 @@ async def test_bad_values_are_named_before_any_engine_sees_them() -> None:
             ({"prompt": [[]]}, "prompt"),
             ({"prompt": None}, "prompt"),
             ({"prompt": {"a": 1}}, "prompt"),
-            ({"suffix": ""}, "suffix"),
             ({"best_of": 3}, "best_of"),
             ({"logprobs": 21}, "logprobs"),
             ({"logprobs": True}, "logprobs"),
