@@ -6,17 +6,20 @@ from aiohttp import web
 
 from quantd.daemon.control import Control
 from quantd.daemon.guard import refuse_foreign_sites
+from quantd.daemon.routes.anthropic import ANTHROPIC_ROUTES
 from quantd.daemon.routes.control import CONTROL_ROUTES
 from quantd.daemon.routes.keys import CONTROL, SERVICE, TIMING
+from quantd.daemon.routes.models import MODEL_ROUTES
 from quantd.daemon.routes.openai import OPENAI_ROUTES
 from quantd.daemon.routes.route import Route
 from quantd.daemon.service import Service
+from quantd.daemon.wire import anthropic
 from quantd.daemon.wire.errors import ERROR_SHAPE, ErrorShape, answer_errors, name_answer, openai_error
 from quantd.daemon.wire.stream import DEFAULT_TIMING, Timing
 
 MAX_BODY = 64 * 2**20
 
-ROUTES = (*CONTROL_ROUTES, *OPENAI_ROUTES)
+ROUTES = (*CONTROL_ROUTES, *MODEL_ROUTES, *OPENAI_ROUTES, *ANTHROPIC_ROUTES)
 _ERROR_SHAPES = {route.handler: route.errors for route in ROUTES}
 
 
@@ -33,8 +36,17 @@ def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING
     return app
 
 
+def make_runner(app: web.Application) -> web.AppRunner:
+    """What runs the app. A handler is cancelled when its client leaves; bodies are left as they come."""
+    return web.AppRunner(
+        app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None, auto_decompress=False
+    )
+
+
 def error_shape(request: web.Request) -> ErrorShape:
-    """The shape of the handler's dialect; OpenAI's where no handler is found."""
+    """The shape of the handler's dialect; OpenAI's where no handler is found and no header tells."""
+    if anthropic.VERSION_HEADER in request.headers:
+        return anthropic.error_object
     return _ERROR_SHAPES.get(request.match_info.handler, openai_error)
 
 

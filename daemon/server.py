@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from quantd.daemon.app import make_app
+from quantd.daemon.app import make_app, make_runner
 from quantd.daemon.config import ServeConfig
 from quantd.daemon.control import Control
 from quantd.daemon.errors import ListenError
@@ -110,8 +110,8 @@ def engine_config(config: ServeConfig, path: Path, options: Mapping[str, Any]) -
 
 @contextlib.asynccontextmanager
 async def _running(app: web.Application, listeners: list[socket.socket]) -> AsyncIterator[web.AppRunner]:
-    """The app behind its sockets. A handler is cancelled when its client leaves."""
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
+    """The app behind its sockets."""
+    runner = make_runner(app)
     await runner.setup()
     try:
         for listener in listeners:

@@ -13,7 +13,7 @@ from aiohttp import web
 from quantd.daemon.models import ModelEntry
 from quantd.daemon.routes.keys import CONTROL, SERVICE
 from quantd.daemon.routes.route import Route
-from quantd.daemon.wire.body import parse
+from quantd.daemon.wire.body import read_body
 from quantd.daemon.wire.errors import fault_of, json_response, openai_error
 from quantd.engine.messages import Stats
 
@@ -59,7 +59,7 @@ def _model_status(entry: ModelEntry, stats: Stats | None) -> dict[str, Any]:
 
 async def load(request: web.Request) -> web.StreamResponse:
     """POST /quantd/load: a line of JSON for each step, the last one with the model's info or an error."""
-    body = parse(await request.read(), ModelBody)
+    body = await read_body(request, ModelBody)
     entry = await request.app[CONTROL].models.open(body.model, body.options)
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
     await response.prepare(request)
@@ -82,7 +82,7 @@ async def _line(response: web.StreamResponse, message: dict[str, Any]) -> None:
 
 async def unload(request: web.Request) -> web.StreamResponse:
     """POST /quantd/unload: answers once the engine has ended."""
-    body = parse(await request.read(), ModelBody)
+    body = await read_body(request, ModelBody)
     await request.app[CONTROL].models.unload(body.model)
     return json_response({"status": "unloaded", "model": body.model})
 

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
+from aiohttp import web
 
+from quantd.daemon.wire.encodings import read_data
 from quantd.engine.errors import RequestError
 from quantd.engine.request import SamplingParams
 
@@ -32,8 +34,13 @@ SAMPLING_FIELDS = (
 Body = TypeVar("Body")
 
 
+async def read_body(request: web.Request, body: type[Body]) -> Body:
+    """The body of a request, decompressed and parsed. Raises as `read_data` and `parse`."""
+    return parse(await read_data(request), body)
+
+
 def parse(data: bytes, body: type[Body]) -> Body:
-    """A request body of this type. Raises RequestError naming the field at fault."""
+    """JSON of this type. Raises RequestError naming the field at fault."""
     try:
         return msgspec.json.decode(data, type=body)
     except msgspec.ValidationError as error:

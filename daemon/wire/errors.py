@@ -49,6 +49,9 @@ ErrorShape: TypeAlias = Callable[[Fault], Mapping[str, Any]]
 ERROR_SHAPE = web.AppKey[Callable[[web.Request], ErrorShape]]("error_shape")
 REQUEST_ID_HEADER = "request-id"
 
+# What an HTTP error tells beside its reason.
+_TOLD_HEADERS = ("Allow", "Accept-Encoding")
+
 # The first row that an error is an instance of counts.
 _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
@@ -99,11 +102,11 @@ async def answer_errors(request: web.Request, handler: Any) -> web.StreamRespons
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        headers = {name: error.headers[name] for name in _TOLD_HEADERS if name in error.headers}
         message = f"{error.reason}: {request.method} {request.path}"
         fault = Fault(error.status, message, "invalid_request_error")
     except web.RequestPayloadError:
-        reason = "the body is not what its Content-Encoding or Transfer-Encoding says"
+        reason = "the body is not what its Transfer-Encoding says"
         fault = fault_of(RequestError(reason))
     except Exception as error:
         fault = fault_of(error)

@@ -18,7 +18,7 @@ from aiohttp import web
 from fake_models import CHATML, write_model
 from scripted_engine import INFO, Engines, FakeStore, Script, ScriptedEngine, repeat_prompt
 
-from quantd.daemon.app import make_app
+from quantd.daemon.app import make_app, make_runner
 from quantd.daemon.control import Control
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import Models
@@ -106,9 +106,7 @@ async def running_daemon(
         listeners = [opened.enter_context(unix_socket(folder / "api.sock"))]
         listeners += opened.enter_context(tcp_sockets("127.0.0.1", 0))
         control = Control(models, "0.0.0", ["unix"])
-        runner = web.AppRunner(
-            make_app(service, control, timing), handler_cancellation=True, shutdown_timeout=1.0
-        )
+        runner = make_runner(make_app(service, control, timing))
         await runner.setup()
         for listener in listeners:
             await web.SockSite(runner, listener).start()

@@ -41,16 +41,26 @@ def num_running(daemon: Daemon) -> int:
     return sum(len(engine.running) for engine in daemon.engines.started)
 
 
+LONG_REQUESTS = [
+    (CHAT, {"max_tokens": 400}),
+    (CHAT, {"max_tokens": 400, "n": 4}),
+    ("/v1/messages", {"max_tokens": 400}),
+]
+
+
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
-@pytest.mark.parametrize("changes", [{"stream": False}, {"stream": True}, {"n": 4}, {"n": 4, "stream": True}])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("path", "changes"), LONG_REQUESTS)
 @pytest.mark.parametrize("reset", [False, True], ids=["close", "reset"])
-def test_leaving_aborts_at_once(changes: dict[str, object], tcp: bool, reset: bool) -> None:
+def test_leaving_aborts_at_once(
+    path: str, changes: dict[str, object], stream: bool, tcp: bool, reset: bool
+) -> None:
     async def leave() -> None:
         async with running_daemon() as daemon:
             await daemon.service.models.open("tiny")
             await daemon.service.models.entries[0].loaded()
             daemon.engine.gate.clear()
-            connection = open_request(daemon, case("c13") | {"max_tokens": 400} | changes, tcp=tcp)
+            connection = open_request(daemon, case("c13") | changes | {"stream": stream}, path, tcp)
             await until(lambda: num_running(daemon) == changes.get("n", 1))
             if reset:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -1,0 +1,174 @@
+"""Anthropic's request bodies, parsed strictly and turned into neutral requests.
+
+Source: Anthropic API reference, messages and count_tokens. null means the default, unknown fields are
+ignored, and what would change the answer but is not supported is refused by name. Own rules: thinking is
+left to the model unless it is asked for or against (its budget is not enforced); tools that only
+Anthropic's servers run, or whose schema only its models know, are not offered to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from quantd.daemon.service import ChatRequest, Options, ToolChoice
+from quantd.daemon.wire.anthropic_messages import MessageBody, neutral_messages
+from quantd.daemon.wire.body import sampling, stop_strings
+from quantd.engine.errors import RequestError
+
+
+class ToolBody(msgspec.Struct, frozen=True):
+    """A tool; one with an input_schema is the client's own."""
+
+    name: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    strict: bool | None = None
+    cache_control: Any = None
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether a model that knows nothing of Anthropic's own tools can use it."""
+        return self.type in (None, "custom")
+
+    def neutral(self, where: str) -> dict[str, Any]:
+        """The tool in OpenAI's form, its keys in one order whatever the client's. Raises RequestError."""
+        for name in ("name", "input_schema"):
+            if getattr(self, name) is None:
+                raise RequestError(f"{where}.{name} is missing", f"{where}.{name}")
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = self.input_schema
+        if self.strict is not None:
+            function["strict"] = self.strict
+        return {"type": "function", "function": function}
+
+
+class ToolChoiceBody(msgspec.Struct, frozen=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+_TOOL_MODES: dict[str, Literal["none", "auto", "required"]] = {
+    "auto": "auto",
+    "any": "required",
+    "tool": "required",
+    "none": "none",
+}
+
+
+class Thinking(msgspec.Struct, frozen=True):
+    type: str
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    format: OutputFormat | None = None
+
+
+class CountBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation; what count_tokens takes."""
+
+    messages: list[MessageBody]
+    model: str | None = None
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: ToolChoiceBody | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    cache_control: Any = None
+
+    def neutral(self) -> ChatRequest:
+        """The neutral request. Raises RequestError."""
+        tools = [tool.neutral(f"tools[{i}]") for i, tool in enumerate(self.tools or ()) if tool.is_offered]
+        choice = self.tool_choice
+        return ChatRequest(
+            model=self.model,
+            messages=neutral_messages(self.system, self.messages),
+            tools=tools or None,
+            tool_choice=_tool_choice(choice, tools),
+            parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
+            thinking=_thinking(self.thinking),
+            options=self._options(),
+        )
+
+    def _options(self) -> Options:
+        return Options()
+
+    @property
+    def caches(self) -> bool:
+        """Whether it asks for prompt caching, by a cache_control mark on itself or in it."""
+        contents = (self.system, *(message.content for message in self.messages))
+        blocks = (block for content in contents if isinstance(content, list) for block in content)
+        marks = (self.cache_control, *(tool.cache_control for tool in self.tools or ()))
+        return any(mark is not None for mark in marks) or any(block.get("cache_control") for block in blocks)
+
+
+class MessagesBody(CountBody, frozen=True, kw_only=True):
+    """A conversation to go on with."""
+
+    max_tokens: int
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    def _options(self) -> Options:
+        if not 0 <= self.max_tokens < 2**31:
+            raise RequestError(f"max_tokens must be at least 0, got {self.max_tokens}", "max_tokens")
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        params, left_open = sampling(given, max_tokens=self.max_tokens)
+        stop = stop_strings(self.stop_sequences, "stop_sequences")
+        return Options(sampling=params, open=left_open, stop=stop)
+
+
+def _tool_choice(choice: ToolChoiceBody | None, tools: list[dict[str, Any]]) -> ToolChoice:
+    """Raises RequestError for a choice that leaves nothing to call."""
+    if choice is None:
+        return ToolChoice()
+    names = [tool["function"]["name"] for tool in tools]
+    if choice.type == "tool" and choice.name not in names:
+        raise RequestError(
+            f"tool_choice: no tool named {choice.name!r} is offered to the model", "tool_choice"
+        )
+    if choice.type == "any" and not names:
+        raise RequestError("tool_choice: any needs tools that can be offered to the model", "tool_choice")
+    return ToolChoice(_TOOL_MODES[choice.type], choice.name if choice.type == "tool" else None)
+
+
+def _thinking(thinking: Thinking | None) -> bool | None:
+    """Whether to think; None leaves it to the model, which is what adaptive means."""
+    if thinking is None or thinking.type == "adaptive":
+        return None
+    return thinking.type != "disabled"
+
+
+class PageQuery(msgspec.Struct, frozen=True):
+    """Which page of a list, by the ids beside it."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 20
+    after_id: str | None = None
+    before_id: str | None = None
+
+
+def page_query(query: Mapping[str, str]) -> PageQuery:
+    """The page that a query asks for. Raises RequestError."""
+    try:
+        return msgspec.convert(dict(query), PageQuery, strict=False)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"invalid query: {error}", "limit") from None
