@@ -12,7 +12,7 @@ from quantd.quant.errors import CheckpointError
 
 # For models that say nothing. Small quantized models ramble at temperature 1 with the whole vocabulary
 # to draw from; llama-server and Ollama default to much the same.
-_USUAL_SAMPLING: dict[str, float] = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
+USUAL_SAMPLING: dict[str, float] = {"temperature": 0.8, "top_p": 0.95, "min_p": 0.05}
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -21,16 +21,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return safetensors_file.read_json(file) if file.is_file() else {}
 
 
-def sampling_defaults(folder: Path) -> dict[str, float]:
-    """SamplingParams fields for clients that leave them open: generation_config.json's, else the usual.
+def model_sampling(folder: Path) -> dict[str, float]:
+    """SamplingParams fields that generation_config.json gives; empty where it says nothing of sampling.
 
     Raises CheckpointError for values that no engine could honour.
     """
     file = folder / "generation_config.json"
     named = {key: value for key, value in read_json(file).items() if key in _SAMPLING_KEYS}
     given = {key: value for key, value in named.items() if value is not None}
-    if not given:
-        return _USUAL_SAMPLING
     for key, value in given.items():
         kinds = (int,) if key == "top_k" else (int, float)
         if type(value) not in kinds:

@@ -16,7 +16,8 @@ from typing import Any, Literal, Protocol
 from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.infill_formats import infill_writer
 from quantd.daemon.keep_alive import KeepAlive
-from quantd.daemon.model_files import sampling_defaults
+from quantd.daemon.model_files import model_sampling
+from quantd.daemon.preset import Preset
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError, EngineDiedError, RequestError
@@ -75,8 +76,9 @@ MakeConfig = Callable[[Path, Mapping[str, Any]], EngineConfig]
 class LoadedModel:
     """A model that answers.
 
-    defaults: SamplingParams fields for requests that leave them open. infill: writes its prompts towards a
-    suffix, if it knows any. num_requests: those that hold it.
+    defaults: what its author says of sampling, as fields of SamplingParams for requests that leave them
+    open. preset: what else it brings to them. infill: writes its prompts towards a suffix, if it knows any.
+    num_requests: those that hold it.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class LoadedModel:
         engine: Engine,
         tokenizer: Tokenizer,
         defaults: Mapping[str, float],
+        preset: Preset,
         keep_alive: KeepAlive,
     ) -> None:
         self.name = name
         self.engine = engine
         self.tokenizer = tokenizer
         self.defaults = defaults
+        self.preset = preset
         self.keep_alive = keep_alive
         self.infill = infill_writer(tokenizer)
         self.num_requests = 0
@@ -304,7 +308,7 @@ class Models:
 
     async def _load(self, entry: ModelEntry, config: EngineConfig) -> LoadedModel:
         folder = Path(config.model_path)
-        defaults = sampling_defaults(folder)
+        defaults, preset = model_sampling(folder), Preset.read(folder)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         engine = await self._start_engine(config, entry.report)
         if entry.state == "loading":
@@ -312,7 +316,7 @@ class Models:
         engine.died.add_done_callback(lambda died: self._note_died(entry, died.result()))
         clock = asyncio.get_running_loop()
         keep_alive = KeepAlive(self._keep_alive, lambda: self._expire(entry), clock)
-        return LoadedModel(entry.name, engine, tokenizer, defaults, keep_alive)
+        return LoadedModel(entry.name, engine, tokenizer, defaults, preset, keep_alive)
 
     def _expire(self, entry: ModelEntry) -> None:
         _log.info("%s is unloaded: it was idle for its time", entry.name)

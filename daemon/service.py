@@ -20,12 +20,16 @@ from quantd.daemon.errors import OverloadedError
 from quantd.daemon.generation import Choice, Echo, Generation
 from quantd.daemon.infill import InfillPrompt, InfillText, InfillWriter
 from quantd.daemon.metrics import Metrics
+from quantd.daemon.model_files import USUAL_SAMPLING
 from quantd.daemon.models import LoadedModel, Models
-from quantd.daemon.templates import Message
+from quantd.daemon.preset import Preset
+from quantd.daemon.templates import ChatTemplate, Message
 from quantd.daemon.text import StopStrings
 from quantd.daemon.tokenizer import Tokenizer
+from quantd.daemon.truncation import shortened
 from quantd.engine.errors import ContextLengthError, RequestError
 from quantd.engine.request import INT64_MAX, Request, SamplingParams
+from quantd.quant.errors import CheckpointError
 
 # Text that takes more than a few milliseconds to be made a prompt leaves the event loop free. A message
 # takes a template as long as so many characters take a tokenizer.
@@ -44,17 +48,21 @@ class Options:
     open: fields of sampling that the client left open, for which the model has defaults of its own.
     n: choices for each prompt; a seeded request gives choice j the seed plus j. cache_salt: prompts share
     cached prefixes only under the same salt. constraint: what the answer must be. context_len: tokens,
-    prompt and answer, that this request may have at most, if fewer than the model's.
+    prompt and answer, that this request may have at most, if fewer than the model's. usual: sampling for
+    open fields of models whose authors say nothing of it. keep_alive: seconds that the model is to stay
+    in memory afterwards, see KeepAlive.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
     open: frozenset[str] = frozenset()
+    usual: Mapping[str, float] = field(default_factory=lambda: USUAL_SAMPLING)
     n: int = 1
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     cache_salt: str = ""
     constraint: Constraint | None = None
     context_len: int | None = None
+    keep_alive: float | None = None
 
 
 @dataclass(frozen=True)
@@ -71,7 +79,8 @@ class ChatRequest:
 
     messages, tools: as templates read them, which is OpenAI's form with arguments of calls as objects.
     parallel_tool_calls: whether an answer may call more than once. thinking: whether the model is to
-    reason first; None: as it does by itself.
+    reason first; None: as it does by itself. template: Jinja to use in place of the model's own. history:
+    tokens that the conversation goes on from. truncate: leave out the oldest turns where all do not fit.
     """
 
     model: str | None
@@ -82,6 +91,9 @@ class ChatRequest:
     thinking: bool | None = None
     documents: Sequence[dict[str, Any]] | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    template: str | None = None
+    history: Sequence[int] = ()
+    truncate: bool = False
     options: Options = Options()
 
 
@@ -149,7 +161,7 @@ class Service:
         """
         with ExitStack() as held:
             started = time.monotonic()
-            model = await self._acquire(request.model, request.options.n, held)
+            model = await self._acquire(request.model, request.options.n, held, request.options.keep_alive)
             loaded = time.monotonic() - started
             prompt = await _chat_prompt(model, request)
             return self._generate(model, _Prompts([prompt.ids]), request.options, held, loaded)
@@ -165,7 +177,8 @@ class Service:
         options = request.options
         with ExitStack() as held:
             started = time.monotonic()
-            model = await self._acquire(request.model, options.n * len(request.prompts), held)
+            num_choices = options.n * len(request.prompts)
+            model = await self._acquire(request.model, num_choices, held, options.keep_alive)
             loaded = time.monotonic() - started
             ids = await _raw_prompts(model.tokenizer, request.prompts)
             texts = [prompt if isinstance(prompt, str) else None for prompt in request.prompts]
@@ -180,13 +193,18 @@ class Service:
         """Start to fill a gap. Raises as `chat`, also where the model knows no prompts for it."""
         with ExitStack() as held:
             started = time.monotonic()
-            model = await self._acquire(request.model, request.options.n, held)
+            model = await self._acquire(request.model, request.options.n, held, request.options.keep_alive)
             loaded = time.monotonic() - started
             writer = _infill_writer(model)
             prompt = await _infill_prompt(model, writer, request)
             options = _infill_options(model, writer, request)
             prompts = _Prompts([prompt.ids], num_left_out=prompt.num_left_out)
             return self._generate(model, prompts, options, held, loaded)
+
+    async def load(self, model: str | None, keep_alive: float | None = None) -> None:
+        """Have a model in memory, for so many seconds (see KeepAlive). Raises what keeps it from loading."""
+        with ExitStack() as held:
+            await self._acquire(model, 0, held, keep_alive)
 
     def refuse_new(self) -> None:
         """Take no more requests; those under way go on."""
@@ -196,8 +214,10 @@ class Service:
         """Return once no request is under way."""
         await self._idle.wait()
 
-    async def _acquire(self, name: str | None, num_choices: int, held: ExitStack) -> LoadedModel:
-        """The model, held and counted until `held` is closed."""
+    async def _acquire(
+        self, name: str | None, num_choices: int, held: ExitStack, keep_alive: float | None = None
+    ) -> LoadedModel:
+        """The model, held and counted until `held` is closed; it stays in memory for `keep_alive` then."""
         if self._closing:
             raise OverloadedError("the daemon is stopping")
         if num_choices > self._max_queue:
@@ -214,7 +234,7 @@ class Service:
         self._count(num_choices)
         held.callback(self._count, -num_choices)
         model = await self.models.acquire(name)
-        held.callback(model.release)
+        held.callback(model.release, keep_alive)
         return model
 
     def _count(self, change: int) -> None:
@@ -233,6 +253,7 @@ class Service:
         load_seconds: float,
     ) -> Generation:
         """Check every engine request, then start them."""
+        options = _completed(options, model.preset)
         generation_id = uuid.uuid4().hex
         stops = StopStrings(options.stop)
         echoed = prompts.echoed
@@ -264,11 +285,25 @@ class Service:
         )
 
 
+def _completed(options: Options, preset: Preset) -> Options:
+    """The options with the model's own in what they leave open."""
+    sampling = options.sampling
+    if sampling.max_tokens is None:
+        sampling = msgspec.structs.replace(sampling, max_tokens=preset.max_tokens)
+    return replace(
+        options,
+        sampling=sampling,
+        stop=options.stop or tuple(preset.stop),
+        context_len=preset.context_len if options.context_len is None else options.context_len,
+    )
+
+
 def _sampling(
     options: Options, model: LoadedModel, number: int, echo: bool, prompt_len: int
 ) -> SamplingParams:
     """The engine's parameters of a prompt's choice `number`."""
-    defaults: dict[str, Any] = {name: model.defaults[name] for name in options.open & model.defaults.keys()}
+    known = {**(model.defaults or options.usual), **model.preset.sampling}
+    defaults: dict[str, Any] = {name: known[name] for name in options.open & known.keys()}
     sampling = msgspec.structs.replace(options.sampling, **defaults)
     vocab_size = model.engine.info.vocab_size
     ends = tuple(
@@ -299,18 +334,50 @@ def _wrap_int64(seed: int, number: int) -> int:
 
 
 async def _chat_prompt(model: LoadedModel, request: ChatRequest) -> Prompt:
-    tokenizer = model.tokenizer
-    template = tokenizer.template
-    if template is None:
-        raise RequestError(f"the model {model.name} has no chat template; use /v1/completions", "model")
+    template = _template(model, request)
+    messages = model.preset.conversation(request.messages)
 
-    def render() -> Prompt:
+    def render(messages: Sequence[Message]) -> Prompt:
         variables = request.template_variables
-        text = template.render(request.messages, request.tools, request.documents, variables)
-        return Prompt(text, tokenizer.encode(text))
+        text = template.render(messages, request.tools, request.documents, variables)
+        return Prompt(text, _behind(request.history, model.tokenizer.encode(text), model.tokenizer))
 
-    sizes = (_MESSAGE_COST + len(message["content"]) for message in request.messages)
-    return await _in_time(sum(sizes), render)
+    def render_fitting() -> Prompt:
+        if not request.truncate:
+            return render(messages)
+        limit = _context_len(model, request.options)
+        return render(shortened(messages, lambda fewer: len(render(fewer).ids) < limit))
+
+    if request.template is not None:
+        return await asyncio.to_thread(render_fitting)  # a client's own program may take its time
+    sizes = (_MESSAGE_COST + len(message["content"]) for message in messages)
+    return await _in_time(sum(sizes), render_fitting)
+
+
+def _template(model: LoadedModel, request: ChatRequest) -> ChatTemplate:
+    if request.template is not None:
+        try:
+            return model.tokenizer.chat_template(request.template)
+        except CheckpointError as error:
+            raise RequestError(f"template: {error}; it must be Jinja, not Go", "template") from error
+    if model.tokenizer.template is None:
+        raise RequestError(f"the model {model.name} has no chat template; use /v1/completions", "model")
+    return model.tokenizer.template
+
+
+def _behind(history: Sequence[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The tokens behind others, with the first tokens of a text only there."""
+    if not history:
+        return ids
+    head = tokenizer.head
+    return [*history, *(ids[len(head) :] if ids[: len(head)] == head else ids)]
+
+
+def _context_len(model: LoadedModel, options: Options) -> int:
+    """Tokens, prompt and answer, that a request may have."""
+    own = _completed(options, model.preset).context_len
+    served = model.engine.info.max_request_len
+    return served if own is None else min(own, served)
 
 
 def _infill_writer(model: LoadedModel) -> InfillWriter:
@@ -335,9 +402,7 @@ async def _infill_prompt(model: LoadedModel, writer: InfillWriter, request: Infi
 
 def _infill_limit(model: LoadedModel, options: Options) -> int:
     """Tokens of a prompt that leave room for its answer."""
-    context_len = model.engine.info.max_request_len
-    if options.context_len is not None:
-        context_len = min(context_len, options.context_len)
+    context_len = _context_len(model, options)
     answer_len = options.sampling.max_tokens or _INFILL_ROOM
     return context_len - min(answer_len, context_len // 2)
 

@@ -73,6 +73,7 @@ class Tokenizer:
         self._pieces: dict[int, str | None] = {}
         self._bytes: dict[int, bytes] = {}
         self._prefix = _raw_prefix(core, config)
+        self._special_tokens = _special_tokens(config)
         self.template = template
         self.end_ids = frozenset(end_ids)
 
@@ -151,6 +152,10 @@ class Tokenizer:
     def head(self) -> list[int]:
         """The tokens that go before a raw prompt."""
         return list(self._prefix)
+
+    def chat_template(self, source: str) -> ChatTemplate:
+        """A template with this model's special tokens. Raises CheckpointError where it is no valid Jinja."""
+        return ChatTemplate(source, self._special_tokens)
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of a whole list, no clean-up of spaces. special: special tokens by name, else skipped."""

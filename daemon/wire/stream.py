@@ -124,16 +124,22 @@ async def _write(
 
 
 async def _parts(start: _Start, frames: StreamFormat, ping_seconds: float) -> AsyncGenerator[bytes]:
-    """What to write, a piece at a time: all that is ready, or a sign of life."""
+    """What to write, a piece at a time: all that is ready, or a sign of life.
+
+    A format may hold back what it is given for long, so silence is told by what was written.
+    """
+    loop = asyncio.get_running_loop()
     try:
         while (generation := await start.wait(ping_seconds)) is None:
             yield frames.ping()
         for frame in frames.start(generation.head):
             yield frame
+        written = loop.time()
         async for deltas in generation.batches(ping_seconds):
             part = b"".join(frame for delta in deltas for frame in frames.delta(delta))
-            if part or not deltas:
+            if part or not deltas or loop.time() >= written + ping_seconds:
                 yield part or frames.ping()
+                written = loop.time()
         yield b"".join(frames.finish(generation.usage))
     # The boundary of a request once its status is out.
     except Exception as error:
