@@ -319,10 +319,10 @@ def _sampling(
 
 
 def _max_tokens(max_tokens: int | None, context_len: int | None, prompt_len: int) -> int | None:
-    """What is left of a context that the request itself bounds."""
+    """What is left of a context that the request itself bounds; one token where that is none, to be refused."""
     if context_len is None:
         return max_tokens
-    room = max(context_len - prompt_len, 0)
+    room = max(context_len - prompt_len, 1)
     return room if max_tokens is None else min(max_tokens, room)
 
 
