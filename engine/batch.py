@@ -14,14 +14,17 @@ from torch import Tensor
 from quantd.engine.plan import Plan, PlanEntry
 from quantd.kernels.ops import AttentionInputs
 
+AHEAD = -1
+"""Stands for the token that the step before draws."""
+
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's inputs. token_ids: int32 [M]. attention: where the tokens stand.
+    """One step's inputs. attention: where the tokens stand.
 
-    prompt_rows: int32 [P], the rows of the hidden state that log probabilities of prompt positions are
-    read from, in order of entries and positions. sample_rows: int32 [S], the last row of each entry
-    that samples.
+    token_ids: int32 [M], AHEAD for those that nobody knows yet. prompt_rows: int32 [P], the rows of the
+    hidden state that log probabilities of prompt positions are read from, in order of entries and
+    positions. sample_rows: int32 [S], the last row of each entry that samples.
     """
 
     token_ids: Tensor
@@ -39,7 +42,7 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
     prompt_rows: list[int] = []
     for entry in plan.entries:
         stop, blocks = entry.start + entry.num_tokens, entry.blocks
-        token_ids += entry.request.tokens(entry.start, stop)
+        token_ids += [AHEAD] if entry.ahead else entry.request.tokens(entry.start, stop)
         positions += range(entry.start, stop)
         slots += [blocks[p // block_size] * block_size + p % block_size for p in range(entry.start, stop)]
         # The row of position p - 1 says how likely the token at p is.

@@ -51,14 +51,20 @@ class CacheManager:
     def append(self, state: RequestState, num_tokens: int) -> bool:
         """Give a request the blocks for its next `num_tokens` tokens; if too few are free, none."""
         end = state.num_computed + num_tokens
-        num_new = self._num_blocks(end) - len(state.blocks)
-        if num_new > self.pool.num_free:
+        if not self.reserve(state, end):
             return False
-        state.blocks.extend(self._allocate() for _ in range(num_new))
         if self.prefix_caching and not _misses_hits(state):
             self._extend_keys(state)
             for index in range(state.num_computed // self.block_size, end // self.block_size):
                 self.prefix.insert(state.block_keys[index], state.blocks[index])
+        return True
+
+    def reserve(self, state: RequestState, num_tokens: int) -> bool:
+        """Give a request the blocks for so many tokens in all, before the last of them is known."""
+        num_new = self._num_blocks(num_tokens) - len(state.blocks)
+        if num_new > self.pool.num_free:
+            return False
+        state.blocks.extend(self._allocate() for _ in range(num_new))
         return True
 
     def free(self, state: RequestState, forget: bool = False) -> None:
@@ -81,14 +87,17 @@ class CacheManager:
         while len(state.blocks) > self._num_blocks(state.num_computed):
             self.pool.release(state.blocks.pop(), keep=False)
 
-    def check(self, states: Iterable[RequestState]) -> None:
-        """Assert, between steps, that the pool adds up over all the requests there are."""
+    def check(self, states: Iterable[RequestState], num_reserved: int = 0) -> None:
+        """Assert, between steps, that the pool adds up over all the requests there are.
+
+        num_reserved: blocks that a request may have for a step that was started ahead.
+        """
         self.pool.check()
         self.prefix.check()
         held: Counter[int] = Counter()
         for state in states:
             held.update(state.blocks)
-            assert len(state.blocks) == self._num_blocks(state.num_computed), state
+            assert len(state.blocks) - self._num_blocks(state.num_computed) in (0, num_reserved), state
             for index, block in enumerate(state.blocks):
                 assert self.prefix.key_of(block) in (None, *state.block_keys[index : index + 1]), (
                     state,

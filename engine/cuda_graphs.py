@@ -168,7 +168,11 @@ class DecodeGraphs:
         tensors = host_tensors(entering, inputs)
         flat = flatten(tensors, self._device)
         self._inputs[: len(flat)].copy_(flat, non_blocking=True)
-        return from_tensors(entering, views(self._inputs, tensors))
+        places = views(self._inputs, tensors)
+        if self._residual is None and not entering.is_cpu:
+            # Token ids that the step before has drawn go where those from the CPU would.
+            places.append(self._inputs[len(flat) : len(flat) + len(entering)].copy_(entering))
+        return from_tensors(entering, places)
 
 
 def _rung(ladder: Sequence[int], least: int) -> int:

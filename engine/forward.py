@@ -26,7 +26,7 @@ class Forward(Protocol):
     """What a step's rows go through on one rank."""
 
     def __call__(self, entering: Tensor, inputs: AttentionInputs) -> Tensor:
-        """See Decoder.forward. inputs, and token ids that enter, in the CPU's memory; else on the device.
+        """See Decoder.forward. inputs in the CPU's memory; what enters on the device, token ids on either.
 
         The result is good until the next call.
         """
@@ -62,9 +62,9 @@ def to_device(
 
 
 def host_tensors(entering: Tensor, inputs: AttentionInputs) -> list[Tensor]:
-    """The int32 tensors of a step; the last are the token ids, if it is they that enter."""
+    """The int32 tensors of a step in the CPU's memory, last the token ids, if they enter from there."""
     tensors = [getattr(inputs, name) for name in _FIELDS]
-    return [*tensors, entering] if entering.dtype == torch.int32 else tensors
+    return [*tensors, entering] if entering.dtype == torch.int32 and entering.is_cpu else tensors
 
 
 def from_tensors(entering: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, AttentionInputs]:
@@ -99,3 +99,22 @@ def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _padded_len(tensor: Tensor) -> int:
     return -(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT
+
+
+class HostCopy:
+    """A tensor on its way to the CPU's memory, which nobody waits for before they need it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._event: torch.cuda.Event | None = None
+        if tensor.device.type == "cuda":
+            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor = pinned.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> Tensor:
+        """The copy, once it is through."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor

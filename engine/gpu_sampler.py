@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantd.engine.forward import moved
+from quantd.engine.forward import HostCopy, moved
 from quantd.engine.logprobs import token_logprob
 from quantd.engine.plan import RequestState
 from quantd.engine.request import TokenLogprob
@@ -28,22 +28,42 @@ class GpuSampler:
     """Draws the next token of each request."""
 
     def sample(self, logits: Tensor, requests: Sequence[RequestState]) -> list[Sample]:
-        """logits: float32 [R, V] on the device, row r for requests[r].
+        """logits: float32 [R, V] on the device, row r for requests[r]."""
+        return self.start(logits, requests).result()
 
-        Tokens, their log probabilities and what went wrong come to the CPU, and the rows of those that ask
-        for the likeliest tokens.
-        """
-        draws = [_draw(state, logits.shape[1]) for state in requests]
-        inputs = SamplingInputs.of(draws, "cpu", [_adjustment(state) for state in requests])
+    def start(self, logits: Tensor, requests: Sequence[RequestState], num_ahead: int = 0) -> GpuDrawing:
+        """Start to draw. num_ahead: tokens of each request before this one that nobody knows yet."""
+        draws = [_draw(state, logits.shape[1], num_ahead) for state in requests]
+        adjustments = [_adjustment(state, num_ahead) for state in requests]
+        inputs = SamplingInputs.of(draws, "cpu", adjustments)
         token_ids, logprobs, status = sample(logits, _moved(inputs, logits.device))
-        packed = torch.stack((token_ids, logprobs.view(torch.int32), status)).cpu()
-        rows = _rows_with_top(logits, requests)
-        results = zip(
-            packed[0].tolist(), packed[1].view(torch.float32).tolist(), packed[2].tolist(), strict=True
-        )
+        packed = HostCopy(torch.stack((token_ids, logprobs.view(torch.int32), status)))
+        return GpuDrawing(requests, token_ids, packed, _rows_with_top(logits, requests))
+
+
+class GpuDrawing:
+    """Tokens that are being drawn on a GPU.
+
+    Tokens, their log probabilities and what went wrong come to the CPU, and the rows of those that ask
+    for the likeliest tokens. token_ids: int32 [R] on the device.
+    """
+
+    def __init__(
+        self, requests: Sequence[RequestState], token_ids: Tensor, packed: HostCopy, rows: dict[int, HostCopy]
+    ) -> None:
+        self.token_ids = token_ids
+        self._requests = requests
+        self._packed = packed
+        self._rows = rows
+
+    def result(self) -> list[Sample]:
+        """Wait for them."""
+        token_ids, logprobs, status = self._packed.wait()
+        results = zip(token_ids.tolist(), logprobs.view(torch.float32).tolist(), status.tolist(), strict=True)
+        rows = {i: copy.wait().numpy() for i, copy in self._rows.items()}
         return [
             _sample(*result, state, rows.get(i))
-            for i, (result, state) in enumerate(zip(results, requests, strict=True))
+            for i, (result, state) in enumerate(zip(results, self._requests, strict=True))
         ]
 
 
@@ -64,24 +84,25 @@ def _tensors(record: SamplingInputs | Edits) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def _draw(state: RequestState, vocab_size: int) -> Draw:
+def _draw(state: RequestState, vocab_size: int, num_ahead: int) -> Draw:
     cut = cut_of(state.request.sampling, vocab_size)
     return Draw(
         temperature=cut.temperature,
         seed=state.seed,
-        position=len(state.output),
+        position=len(state.output) + num_ahead,
         top_k=cut.top_k,
         top_p=cut.top_p,
         min_p=cut.min_p,
     )
 
 
-def _adjustment(state: RequestState) -> Adjustment | None:
+def _adjustment(state: RequestState, num_ahead: int) -> Adjustment | None:
     """What the request has changed in its logits, if anything; see quantd.engine.penalties."""
     params = state.request.sampling
     repeats = params.repetition_penalty != 1
     counts = params.frequency_penalty != 0 or params.presence_penalty != 0
-    masked = params.stop_token_ids if len(state.output) < params.min_tokens else ()
+    num_output = len(state.output) + num_ahead
+    masked = params.stop_token_ids if num_output < params.min_tokens else ()
     bias = params.logit_bias | dict.fromkeys(masked, -torch.inf)
     if not (repeats or counts or bias):
         return None
@@ -95,13 +116,9 @@ def _adjustment(state: RequestState) -> Adjustment | None:
     )
 
 
-def _rows_with_top(logits: Tensor, requests: Sequence[RequestState]) -> dict[int, Row]:
+def _rows_with_top(logits: Tensor, requests: Sequence[RequestState]) -> dict[int, HostCopy]:
     """The rows [V] of requests that ask for the likeliest tokens, by their numbers."""
-    asking = [i for i, state in enumerate(requests) if state.request.sampling.logprobs]
-    if not asking:
-        return {}
-    rows = logits[torch.tensor(asking, device=logits.device)].cpu().numpy()
-    return dict(zip(asking, rows, strict=True))
+    return {i: HostCopy(logits[i]) for i, state in enumerate(requests) if state.request.sampling.logprobs}
 
 
 def _sample(token_id: int, logprob: float, status: int, state: RequestState, row: Row | None) -> Sample:

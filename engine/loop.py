@@ -29,6 +29,7 @@ from quantd.engine.plan import Plan, Runner
 from quantd.engine.ranks import Fail
 from quantd.engine.request import TokenEvent
 from quantd.engine.scheduler import Scheduler
+from quantd.engine.stepping import stepping_of
 from quantd.kernels.errors import QuantdError
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -58,6 +59,7 @@ class EngineLoop:
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self._stepping = stepping_of(scheduler, runner)
         self._inbox = inbox
         self._send = send
         self._outbox = Outbox(send, hold_seconds)
@@ -67,7 +69,7 @@ class EngineLoop:
         """One pass. Raises what the runner raised: a RankError, or anything twice in a row."""
         events = [event for message in self._receive() for event in self._handle(message)]
         if self.scheduler.has_work:
-            plan = self.scheduler.schedule()
+            plan = self._stepping.next_plan()
             self._outbox.before(plan)
             events += self._compute(plan)
         self._outbox.add(events)
@@ -101,7 +103,7 @@ class EngineLoop:
 
     def _compute(self, plan: Plan) -> list[TokenEvent]:
         try:
-            output = self.runner.run(plan)
+            output = self._stepping.run(plan)
         except Exception as error:
             return self._fail(plan, error)
         self._failed_before = False

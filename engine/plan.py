@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import SystemRandom
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -67,8 +67,9 @@ class RequestState:
 class PlanEntry:
     """Compute tokens start .. start + num_tokens - 1 of a request.
 
-    samples: the chunk ends at the request's last known token, so a new one is drawn after it.
-    blocks: ids of the blocks that hold positions 0 .. start + num_tokens - 1.
+    samples: the chunk ends at the request's last token, so a new one is drawn after it. blocks: ids of the
+    blocks that hold positions 0 .. start + num_tokens - 1. ahead: the one token to compute is what the
+    step before draws for this request, and nobody knows it yet.
     """
 
     request: RequestState
@@ -76,6 +77,12 @@ class PlanEntry:
     num_tokens: int
     samples: bool
     blocks: Sequence[int]
+    ahead: bool = False
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated before the one that this entry draws."""
+        return self.start + self.num_tokens - len(self.request.request.prompt)
 
 
 @dataclass(frozen=True)
@@ -134,4 +141,22 @@ class Runner(Protocol):
         """Do a part, some tenths of a second, of what makes later steps faster; False: nothing is left.
 
         For times when there is nothing else to do.
+        """
+
+
+class Started(Protocol):
+    """A step that is under way."""
+
+    def result(self) -> StepOutput:
+        """Wait for what it gives. Raises what makes the whole step fail."""
+
+
+@runtime_checkable
+class AheadRunner(Runner, Protocol):
+    """A runner whose steps compute by themselves once they are started, one after another."""
+
+    def start(self, plan: Plan, before: Started | None = None) -> Started:
+        """Start a step. before: the one whose tokens the plan's entries ahead go on from.
+
+        See `run`; a fault may also show in the result.
         """

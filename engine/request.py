@@ -39,6 +39,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether the tokens drawn so far change how the next one is."""
+        counts = self.frequency_penalty != 0 or self.presence_penalty != 0
+        return counts or self.repetition_penalty != 1
+
     def validate(self, vocab_size: int) -> None:
         """Raise RequestError naming the first field that no engine could honour."""
         for name, low, high in _RANGES:

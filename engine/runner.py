@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -48,21 +49,23 @@ class ModelRunner:
         self._part = part
         self._sampler = sampler
 
-    @torch.inference_mode()
     def run(self, plan: Plan) -> StepOutput:
         """Compute a step's tokens; draw the next one of each entry that samples."""
-        batch = build_batch(plan, self.info.block_size)
+        return self._start(plan, build_batch(plan, self.info.block_size)).result()
+
+    @torch.inference_mode()
+    def _start(self, plan: Plan, batch: Batch) -> Step:
         hidden = self._hidden(batch)
+        drawing = self._draw(plan, select(hidden, batch.sample_rows))
         prompts = self._prompt_logits(hidden, batch.prompt_rows)
         pooled = _hidden_rows(hidden, pooled_rows(plan))
-        samples = iter(self._samples(plan, select(hidden, batch.sample_rows)))
 
-        def output(entry: PlanEntry) -> EntryOutput:
-            if entry.request.request.embedding is not None:
-                return pool(entry, pooled)
-            return _output(entry, prompts, next(samples) if entry.samples else None)
+        def part(entry: PlanEntry) -> EntryOutput:
+            asks = entry.request.request.embedding is not None
+            return pool(entry, pooled) if asks else _prompt_output(entry, prompts)
 
-        return StepOutput(tuple(map(output, plan.entries)))
+        # At once, for the next step may overwrite the hidden states.
+        return Step(plan, [part(entry) for entry in plan.entries], drawing)
 
     def prepare(self) -> bool:
         """See Runner."""
@@ -72,10 +75,10 @@ class ModelRunner:
         """Hidden states of the batch's tokens, [M, H]."""
         return self._part.forward(batch)
 
-    def _samples(self, plan: Plan, hidden: Tensor) -> list[Sample]:
+    def _draw(self, plan: Plan, hidden: Tensor) -> Drawing:
         """hidden: [S, H], a row for each entry that samples."""
         requests = [entry.request for entry in plan.entries if entry.samples]
-        return self._sampler.sample(self._part.decoder.logits(hidden), requests) if requests else []
+        return Drawn(self._sampler.sample(self._part.decoder.logits(hidden), requests) if requests else [])
 
     def _prompt_logits(self, hidden: Tensor, rows: Tensor) -> Iterator[Row]:
         """The logits of `rows` of hidden [M, H], computed as they are asked for, a few rows at a time."""
@@ -90,23 +93,59 @@ def _hidden_rows(hidden: Tensor, rows: list[int]) -> Iterator[HiddenRow]:
     return iter(select(hidden, torch.tensor(rows, dtype=torch.int32)).float().cpu().numpy())
 
 
-def _output(entry: PlanEntry, prompt_logits: Iterator[Row], sample: Sample | None) -> EntryOutput:
-    """An entry's part of a step. Takes its own rows, all of them, from `prompt_logits`."""
+class Step:
+    """A step under way. parts: what is known of each entry but for the token that it draws."""
+
+    def __init__(self, plan: Plan, parts: Sequence[EntryOutput], drawing: Drawing) -> None:
+        self.plan = plan
+        self.drawing = drawing
+        self._parts = parts
+
+    def result(self) -> StepOutput:
+        """See Started."""
+        samples = iter(self.drawing.result())
+        pairs = zip(self.plan.entries, self._parts, strict=True)
+        return StepOutput(
+            tuple(_with_sample(part, next(samples)) if entry.samples else part for entry, part in pairs)
+        )
+
+
+class Drawing(Protocol):
+    """Tokens that are being drawn."""
+
+    def result(self) -> list[Sample]:
+        """Wait for them."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens that are drawn already."""
+
+    samples: list[Sample]
+
+    def result(self) -> list[Sample]:
+        return self.samples
+
+
+def _prompt_output(entry: PlanEntry, prompt_logits: Iterator[Row]) -> EntryOutput:
+    """An entry's prompt log probabilities. Takes its own rows, all of them, from `prompt_logits`."""
     positions = prompt_logprob_positions(entry)
     prompt = entry.request.request.prompt
     num_top = entry.request.request.sampling.prompt_logprobs or 0
     rows = islice(prompt_logits, len(positions))
     results = [_prompt_logprob(row, prompt[i], num_top) for i, row in zip(positions, rows, strict=True)]
-    logprobs = [result for result in results if isinstance(result, TokenLogprob)]
     errors = [result for result in results if isinstance(result, str)]
-    if sample is not None and sample.error is not None:
-        errors.append(sample.error)
     if errors:
         return EntryOutput(error=errors[0])
-    if sample is None:
-        return EntryOutput(prompt_logprobs=logprobs)
+    return EntryOutput(prompt_logprobs=[result for result in results if isinstance(result, TokenLogprob)])
+
+
+def _with_sample(part: EntryOutput, sample: Sample) -> EntryOutput:
+    error = part.error or sample.error
+    if error is not None:
+        return EntryOutput(error=error)
     drawn = [] if sample.logprob is None else [sample.logprob]
-    return EntryOutput(token_ids=[sample.token_id], logprobs=drawn, prompt_logprobs=logprobs)
+    return EntryOutput([sample.token_id], drawn, part.prompt_logprobs)
 
 
 def _prompt_logprob(row: Row, token_id: int, num_top: int) -> TokenLogprob | str:
@@ -136,7 +175,12 @@ def build_runner(config: EngineConfig, progress: Progress, fail: Fail = lambda f
     memory = [loaded.memory]
     num_blocks = _plan_blocks(config, spec, memory)
     part = loaded.allocate(num_blocks)
-    return ModelRunner(part, _sampler(config, part), _describe(config, part, memory, num_blocks, begun))
+    info = _describe(config, part, memory, num_blocks, begun)
+    if config.backend != "gpu":
+        return ModelRunner(part, _sampler(config, part), info)
+    from quantd.engine.gpu_runner import GpuRunner  # needs triton
+
+    return GpuRunner(part, info)
 
 
 class LeadingRunner(ModelRunner):

@@ -42,7 +42,8 @@ class Counters:
 class Scheduler:
     """Requests in, plans out; step outputs in, events out.
 
-    Calls must alternate: schedule, then update, put_off or fail.
+    Calls must alternate: schedule, then update, put_off or fail. Between the two the plan that will follow
+    may be asked for, and if that is not None, `confirm` goes in the place of the next schedule.
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
@@ -89,6 +90,23 @@ class Scheduler:
         self.counters.steps += 1
         return Plan(tuple(entries))
 
+    def ahead(self, plan: Plan) -> Plan | None:
+        """The plan that follows `plan` if none of its requests ends; None where that cannot be said.
+
+        It can while every request draws a token in every step and none is to be admitted or will surely end.
+        """
+        if self.waiting and len(self.running) < self._seats:
+            return None
+        if not all(self._can_go_ahead(entry) for entry in plan.entries):
+            return None
+        return Plan(tuple(_entry_ahead(entry) for entry in plan.entries))
+
+    def confirm(self, ahead: Plan) -> Plan:
+        """The plan that was foreseen, without the requests that have ended since."""
+        entries = [self._confirm(entry) for entry in ahead.entries if entry.request in self.running]
+        self.counters.steps += bool(entries)
+        return Plan(tuple(entries))
+
     def update(self, plan: Plan, output: StepOutput) -> list[TokenEvent]:
         """Take in what a step gave; requests that end hold nothing afterwards."""
         pairs = zip(plan.entries, output.entries, strict=True)
@@ -132,9 +150,12 @@ class Scheduler:
             **asdict(self.counters),
         )
 
-    def check(self) -> None:
-        """Assert, between steps, that no block is lost, and that nothing runs beyond its limits."""
-        self.cache.check(self._states())
+    def check(self, num_reserved: int = 0) -> None:
+        """Assert, between steps, that no block is lost, and that nothing runs beyond its limits.
+
+        num_reserved: see CacheManager.check.
+        """
+        self.cache.check(self._states(), num_reserved)
         assert not any(state.blocks for state in self.waiting)
         assert len(self.running) <= self.max_num_requests
         limit = self.info.max_request_len
@@ -179,6 +200,22 @@ class Scheduler:
             assert appended, f"request {state.id} was admitted without room"
             entries.append(_entry(state, num_tokens))
             budget -= num_tokens
+
+    def _can_go_ahead(self, entry: PlanEntry) -> bool:
+        """Whether a request goes on with one token, and has its block. Blocks that it gets it keeps."""
+        state, sampling = entry.request, entry.request.request.sampling
+        num_output, num_tokens = entry.num_output + 1, entry.start + entry.num_tokens + 1
+        ends = num_tokens >= self.info.max_request_len or num_output == sampling.max_tokens
+        if not entry.samples or ends or sampling.looks_back:
+            return False
+        return self.cache.reserve(state, num_tokens)
+
+    def _confirm(self, entry: PlanEntry) -> PlanEntry:
+        state = entry.request
+        assert state.num_computed == entry.start, f"request {state.id} did not go the foreseen way"
+        appended = self.cache.append(state, entry.num_tokens)
+        assert appended, f"request {state.id} has lost its block"
+        return _entry(state, entry.num_tokens)
 
     def _make_room(self, state: RequestState, num_tokens: int) -> bool:
         """Get a running request its blocks, by preempting from the latest on. False if that was itself."""
@@ -268,3 +305,9 @@ def _entry(state: RequestState, num_tokens: int) -> PlanEntry:
     start = state.num_computed
     samples = start + num_tokens == state.num_tokens and state.request.draws
     return PlanEntry(state, start, num_tokens, samples, tuple(state.blocks))
+
+
+def _entry_ahead(entry: PlanEntry) -> PlanEntry:
+    """What follows an entry that draws a token."""
+    state = entry.request
+    return PlanEntry(state, entry.start + entry.num_tokens, 1, True, tuple(state.blocks), ahead=True)

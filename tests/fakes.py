@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quantd.engine.messages import ModelInfo
-from quantd.engine.plan import EntryOutput, Plan, PlanEntry, StepOutput
+from quantd.engine.plan import EntryOutput, Plan, PlanEntry, RequestState, StepOutput
 from quantd.engine.pooling import HiddenRow, pool, pooled_rows
 from quantd.engine.request import EmbeddingParams, Request, SamplingParams, TokenLogprob
 
@@ -94,13 +94,16 @@ class FakeRunner:
         self._layers: list[list[int | None]] = [[None] * num_slots, [None] * num_slots]
 
     def run(self, plan: Plan) -> StepOutput:
+        return self._run(plan, {})
+
+    def _run(self, plan: Plan, drawn: dict[RequestState, int]) -> StepOutput:
         self.plans.append(plan)
         time.sleep(self.step_seconds)
         if any(FATAL_TOKEN in entry.request.request.prompt for entry in plan.entries):
             raise RuntimeError("the step broke")
         for entry in plan.entries:
-            tokens = entry.request.tokens(entry.start, entry.start + entry.num_tokens)
-            self._write(0, entry, tokens)
+            known = entry.request.tokens(entry.start, entry.start + entry.num_tokens)
+            self._write(0, entry, [drawn.get(entry.request, 0)] if entry.ahead else known)
         for entry in plan.entries:
             context = self._read(0, entry)
             self._write(1, entry, [hash(tuple(context[: end + 1])) for end in _positions(entry)])
@@ -147,6 +150,25 @@ class FakeRunner:
     def _slot(self, entry: PlanEntry, position: int) -> int:
         size = self.info.block_size
         return entry.blocks[position // size] * size + position % size
+
+
+class AheadFakeRunner(FakeRunner):
+    """A FakeRunner that computes a step when it is started, in the order of the starts, as a GPU does."""
+
+    def start(self, plan: Plan, before: FakeStarted | None = None) -> FakeStarted:
+        return FakeStarted(plan, self._run(plan, {} if before is None else before.drawn))
+
+
+class FakeStarted:
+    """What a step gave."""
+
+    def __init__(self, plan: Plan, output: StepOutput) -> None:
+        self._output = output
+        pairs = zip(plan.entries, output.entries, strict=True)
+        self.drawn = {entry.request: answer.token_ids[0] for entry, answer in pairs if answer.token_ids}
+
+    def result(self) -> StepOutput:
+        return self._output
 
 
 def _positions(entry: PlanEntry) -> range:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from quantd.engine.config import EngineConfig
 from quantd.engine.plan import Runner
 from quantd.engine.request import Request, TokenEvent, TokenLogprob
 from quantd.engine.scheduler import Scheduler
+from quantd.engine.stepping import OneAhead, stepping_of
 
 
 @dataclass
@@ -33,11 +36,16 @@ class Completion:
 
 
 class InProcessEngine:
-    """Serves requests to their end and checks the block pool after every step."""
+    """Serves requests to their end and checks the block pool after every step.
 
-    def __init__(self, config: EngineConfig, runner: Runner) -> None:
+    num_blocks: of the runner's pool, to be used of it; None: all.
+    """
+
+    def __init__(self, config: EngineConfig, runner: Runner, num_blocks: int | None = None) -> None:
+        info = runner.info if num_blocks is None else replace(runner.info, num_blocks=num_blocks)
         self.runner = runner
-        self.scheduler = Scheduler(config, runner.info)
+        self.scheduler = Scheduler(config, info)
+        self._stepping = stepping_of(self.scheduler, runner)
 
     def serve(self, requests: Iterable[Request]) -> list[Completion]:
         """All at once, continuous batching; completions in the order of the requests."""
@@ -57,7 +65,7 @@ class InProcessEngine:
         return [self.serve([request])[0] for request in requests]
 
     def step(self) -> list[TokenEvent]:
-        plan = self.scheduler.schedule()
-        events = self.scheduler.update(plan, self.runner.run(plan))
-        self.scheduler.check()
+        plan = self._stepping.next_plan()
+        events = self.scheduler.update(plan, self._stepping.run(plan))
+        self.scheduler.check(num_reserved=isinstance(self._stepping, OneAhead))
         return events

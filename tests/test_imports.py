@@ -45,6 +45,7 @@ TORCH_FREE = {
         "ranks",
         "request",
         "scheduler",
+        "stepping",
         "split",
     },
 }

@@ -20,7 +20,6 @@ from quantd.engine.config import EngineConfig
 from quantd.engine.errors import ContextLengthError, RequestError
 from quantd.engine.request import EmbeddingParams, Request, SamplingParams
 from quantd.engine.runner import ModelRunner, build_runner
-from quantd.engine.scheduler import Scheduler
 
 POOLINGS = ["mean", "last", "first"]
 
@@ -137,8 +136,7 @@ class TestSameBits:
     def test_after_preemption(self, runner: ModelRunner, config: EngineConfig, pooling: str) -> None:
         alone = embed(runner, config, self.request(pooling)).embedding
         slow = msgspec.structs.replace(config, max_num_tokens=4)
-        crowded = InProcessEngine(slow, runner)
-        crowded.scheduler = Scheduler(slow, msgspec.structs.replace(runner.info, num_blocks=9))
+        crowded = InProcessEngine(slow, runner, num_blocks=9)
         sampling = SamplingParams(max_tokens=60, temperature=0.0)
         talk = Request(id="talk", prompt=prompt_of(14, VOCAB), sampling=sampling)
         assert crowded.serve([talk, self.request(pooling)])[1].embedding == alone
@@ -147,8 +145,7 @@ class TestSameBits:
 
 def test_texts_leave_the_prefixes_of_others_alone(runner: ModelRunner, config: EngineConfig) -> None:
     """Ten times what the pool holds goes through; a conversation's blocks are there afterwards."""
-    engine = InProcessEngine(config, runner)
-    engine.scheduler = Scheduler(config, msgspec.structs.replace(runner.info, num_blocks=16))
+    engine = InProcessEngine(config, runner, num_blocks=16)
     chat = Request(id="chat", prompt=prompt_of(70, VOCAB), sampling=SamplingParams(max_tokens=2))
     engine.serve([chat])
     texts = [prompt_of(80, VOCAB, seed) for seed in range(32)]

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -20,13 +21,14 @@ from quantd.engine.config import EngineConfig
 from quantd.engine.cuda_graphs import EAGER_USES, CudaRecorder, DecodeGraphs, Record, Replay
 from quantd.engine.devices import compute_dtype, with_backend
 from quantd.engine.forward import Eager
+from quantd.engine.gpu_runner import GpuRunner
 from quantd.engine.gpu_sampler import GpuSampler
 from quantd.engine.model_part import ModelPart, load_part
 from quantd.engine.models.architectures import decoder_spec
-from quantd.engine.plan import RequestState
+from quantd.engine.plan import Plan, RequestState, Started
 from quantd.engine.rank_messages import StartRank
 from quantd.engine.request import EmbeddingParams, Pooling, Request, SamplingParams
-from quantd.engine.runner import LeadingRunner, ModelRunner, build_runner
+from quantd.engine.runner import LeadingRunner, ModelRunner, Step, build_runner
 from quantd.engine.sampler import Sampler
 from quantd.engine.split import World
 from quantd.quant.checkpoint import open_checkpoint
@@ -181,6 +183,41 @@ def test_embeddings_are_those_of_the_reference(folder: Path, pooling: Pooling) -
         np.testing.assert_allclose(ours, expected, atol=0.02)
 
 
+class Watched(GpuRunner):
+    """Notes which of its steps are started ahead, and where token ids are when they enter."""
+
+    def __init__(self, runner: GpuRunner) -> None:
+        super().__init__(runner._part, runner.info)
+        self.ahead: list[bool] = []
+
+    def start(self, plan: Plan, before: Started | None = None) -> Step:
+        self.ahead.append(before is not None)
+        return super().start(plan, before)
+
+
+def test_steps_started_ahead_write_the_same_text(folder: Path) -> None:
+    """One request after another stops or is full, with seeds and without; the others go on."""
+    built = build(config_of(folder))
+    assert isinstance(built, GpuRunner)
+    runner = Watched(built)
+    asked = [
+        msgspec.structs.replace(request, sampling=SamplingParams(**params))
+        for request, params in zip(
+            requests(0),
+            [
+                {"max_tokens": 12, "temperature": 0.8, "seed": 3, "stop_token_ids": tuple(range(0, 40, 5))},
+                {"max_tokens": 10, "temperature": 0.0, "logprobs": 2},
+                {"max_tokens": 14, "temperature": 1.0, "seed": 9, "min_tokens": 6, "stop_token_ids": (1, 2)},
+            ],
+            strict=True,
+        )
+    ]
+    ahead = InProcessEngine(config_of(folder), runner).serve(asked)
+    assert runner.ahead.count(True) >= 9
+    in_turn = InProcessEngine(config_of(folder), ModelRunner(built._part, GpuSampler(), built.info))
+    assert ahead == in_turn.serve(asked)
+
+
 class Graphs:
     """A Record in Python: it runs the function again, into the same tensor."""
 
@@ -208,7 +245,8 @@ def recording_runner(folder: Path, record: Record) -> ModelRunner:
     eager = Eager(layers, kv, DEVICE)
     graphs = DecodeGraphs(eager, layers, kv, DEVICE, (2, 5), (8, 16), None, record)
     part = ModelPart(loaded.decoder, loaded.place, pool, graphs)
-    return ModelRunner(part, GpuSampler(), make_info(pool.num_blocks, BLOCK_SIZE, max_model_len=64))
+    info = make_info(pool.num_blocks, BLOCK_SIZE, max_model_len=64)
+    return GpuRunner(part, msgspec.structs.replace(info, vocab_size=VOCAB))
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")  # in rows of nobody, by the interpreter

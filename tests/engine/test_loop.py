@@ -16,10 +16,10 @@ from quantd.engine.scheduler import Scheduler
 class Harness:
     """An EngineLoop whose inbox is filled and whose frames are read by hand."""
 
-    def __init__(self) -> None:
+    def __init__(self, runner: FakeRunner | None = None) -> None:
         self.inbox: SimpleQueue[ToEngine] = SimpleQueue()
         self.sent: list[FromEngine] = []
-        self.runner = FakeRunner(make_info())
+        self.runner = runner or FakeRunner(make_info())
         scheduler = Scheduler(EngineConfig(model_path=""), self.runner.info)
         self.loop = EngineLoop(scheduler, self.runner, self.inbox, self.sent.append, hold_seconds=0.0)
 
@@ -84,8 +84,7 @@ def test_lost_ranks_end_the_loop_at_once() -> None:
         def run(self, plan: Plan) -> StepOutput:
             raise RankError("rank 1 was ended by SIGKILL")
 
-    harness = Harness()
-    harness.loop.runner = LostRanks(make_info())
+    harness = Harness(LostRanks(make_info()))
     with pytest.raises(RankError):
         harness.step(Add(make_request("a", [1])))
     (event,) = events(harness.sent)
@@ -106,8 +105,8 @@ class ShortOfMemory(FakeRunner):
 
 def test_a_step_without_memory_is_done_again_without_its_youngest_request() -> None:
     """All have one prompt, so that the later ones were promised blocks which that step did not fill."""
-    harness = Harness()
-    harness.loop.runner = runner = ShortOfMemory(make_info())
+    runner = ShortOfMemory(make_info())
+    harness = Harness(runner)
     prompt = [*range(10)]
     requests = [make_request(name, [*prompt, i], max_tokens=3 + i) for i, name in enumerate("abcd")]
     seen = events(harness.step(*map(Add, requests)))
@@ -125,8 +124,8 @@ def test_a_step_without_memory_is_done_again_without_its_youngest_request() -> N
 
 
 def test_one_that_runs_keeps_what_it_has_when_memory_is_wanting() -> None:
-    harness = Harness()
-    harness.loop.runner = runner = ShortOfMemory(make_info())
+    runner = ShortOfMemory(make_info())
+    harness = Harness(runner)
     runner.room = 1
     old = make_request("old", [*range(30)], max_tokens=5)
     harness.step(Add(old))
@@ -141,8 +140,8 @@ def test_one_that_runs_keeps_what_it_has_when_memory_is_wanting() -> None:
 
 
 def test_a_request_that_alone_finds_no_memory_ends() -> None:
-    harness = Harness()
-    harness.loop.runner = runner = ShortOfMemory(make_info())
+    runner = ShortOfMemory(make_info())
+    harness = Harness(runner)
     runner.room = 0
     (event,) = events(harness.step(Add(make_request("a", [1, 2]))))
     assert event.error is not None and "out of memory" in event.error
@@ -158,8 +157,8 @@ def test_while_nothing_comes_the_runner_prepares() -> None:
                 harness.inbox.put(GetStats())
             return self.left > 0
 
-    harness = Harness()
-    harness.loop.runner = runner = Preparing(make_info())
+    runner = Preparing(make_info())
+    harness = Harness(runner)
     (stats,) = harness.step()
     assert isinstance(stats, Stats)
     assert runner.left == 1

@@ -17,7 +17,6 @@ from quantd.engine.plan import RequestState
 from quantd.engine.request import MAX_LOGPROBS, Request, SamplingParams
 from quantd.engine.runner import build_runner
 from quantd.engine.sampler import Sample, Sampler
-from quantd.engine.scheduler import Scheduler
 
 VOCAB = 49152
 OUTPUT_LEN = 6
@@ -97,9 +96,7 @@ def test_behind_a_prefix_hit(bench: Bench, alone: Tensor) -> None:
 
 
 def test_after_preemption(bench: Bench, alone: Tensor) -> None:
-    info = msgspec.structs.replace(bench.runner.info, num_blocks=9)
-    crowded = InProcessEngine(bench.config, bench.runner)
-    crowded.scheduler = Scheduler(bench.config, info)
+    crowded = InProcessEngine(bench.config, bench.runner, num_blocks=9)
     bench.sampler.rows.clear()
     # The other one grows until the blocks of the later one, which is "it", are needed.
     crowded.serve([request("other", 14, max_tokens=40), IT])

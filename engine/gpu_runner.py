@@ -1,0 +1,58 @@
+"""The runner of one GPU: its steps are started, and compute while the CPU does something else.
+
+Everything that a step needs goes to the GPU in the order of the starts, on one stream, so a step finds what
+the one before it wrote, and nobody waits before a result is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quantd.engine.batch import build_batch
+from quantd.engine.forward import moved
+from quantd.engine.gpu_sampler import GpuDrawing, GpuSampler
+from quantd.engine.messages import ModelInfo
+from quantd.engine.model_part import ModelPart
+from quantd.engine.plan import Plan, Started
+from quantd.engine.runner import Drawing, Drawn, ModelRunner, Step
+
+
+class GpuRunner(ModelRunner):
+    """The AheadRunner of a decoder (see quantd.engine.plan)."""
+
+    def __init__(self, part: ModelPart, info: ModelInfo) -> None:
+        self._gpu_sampler = GpuSampler()
+        super().__init__(part, self._gpu_sampler, info)
+
+    @torch.inference_mode()
+    def start(self, plan: Plan, before: Started | None = None) -> Step:
+        """See AheadRunner."""
+        batch = build_batch(plan, self.info.block_size)
+        if before is not None:
+            batch = replace(batch, token_ids=_drawn_ids(before, plan, self.info.vocab_size))
+        return self._start(plan, batch)
+
+    def _draw(self, plan: Plan, hidden: Tensor) -> Drawing:
+        drawing = [entry for entry in plan.entries if entry.samples]
+        if not drawing:
+            return Drawn([])
+        logits = self._part.decoder.logits(hidden)
+        num_ahead = int(drawing[0].ahead)
+        return self._gpu_sampler.start(logits, [entry.request for entry in drawing], num_ahead)
+
+
+def _drawn_ids(before: Started, plan: Plan, vocab_size: int) -> Tensor:
+    """int32 [M] on the device: what the step before draws for the requests of a plan, a token each."""
+    assert isinstance(before, Step) and isinstance(before.drawing, GpuDrawing), before
+    drawing = [entry.request for entry in before.plan.entries if entry.samples]
+    rows = {request: row for row, request in enumerate(drawing)}
+    wanted = [rows[entry.request] for entry in plan.entries]
+    # A request whose logits are not finite ends, but first it goes on, from any token that there is.
+    ids = before.drawing.token_ids.clamp(0, vocab_size - 1)
+    if wanted == list(range(len(ids))):
+        return ids
+    (index,) = moved([torch.tensor(wanted, dtype=torch.int32)], ids.device)
+    return ids.index_select(0, index)

@@ -1,0 +1,213 @@
+"""Steps that are started before the one before them has ended give what steps in turn give."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from fakes import (
+    FAULTY_TOKEN,
+    AheadFakeRunner,
+    FakeRunner,
+    FakeStarted,
+    continuation,
+    make_info,
+    make_request,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quantd.engine.config import EngineConfig
+from quantd.engine.plan import AheadRunner, Plan
+from quantd.engine.request import Request, TokenEvent
+from quantd.engine.scheduler import Scheduler
+from quantd.engine.stepping import InTurn, OneAhead, stepping_of
+
+
+class Engine:
+    """A scheduler and a runner that goes ahead, stepped by hand; audited after each step."""
+
+    def __init__(self, num_blocks: int = 64, runner: AheadFakeRunner | None = None, **config: int) -> None:
+        info = make_info(num_blocks=num_blocks)
+        self.runner = runner or AheadFakeRunner(info)
+        self.scheduler = Scheduler(EngineConfig(model_path="", **config), info)  # type: ignore[arg-type]
+        self.stepping = stepping_of(self.scheduler, self.runner)
+        self.events: dict[str, list[TokenEvent]] = defaultdict(list)
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            assert self.scheduler.add(request) is None
+
+    def abort(self, name: str) -> None:
+        self._note([event] if (event := self.scheduler.abort(name)) else [])
+        self.scheduler.check(num_reserved=1)
+
+    def step(self) -> Plan:
+        plan = self.stepping.next_plan()
+        assert plan.entries
+        self._note(self.scheduler.update(plan, self.stepping.run(plan)))
+        self.scheduler.check(num_reserved=1)
+        return plan
+
+    def finish(self) -> None:
+        while self.scheduler.has_work:
+            self.step()
+        stats = self.scheduler.stats()
+        assert stats.blocks_free + stats.blocks_cached == stats.blocks_total
+
+    def output(self, name: str) -> list[int]:
+        return [token for event in self.events[name] for token in event.token_ids]
+
+    def _note(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            self.events[event.request_id].append(event)
+
+
+def num_ahead(runner: FakeRunner) -> int:
+    return sum(entry.ahead for plan in runner.plans for entry in plan.entries)
+
+
+def test_a_runner_that_cannot_go_ahead_runs_in_turn() -> None:
+    info = make_info()
+    scheduler = Scheduler(EngineConfig(model_path=""), info)
+    assert isinstance(stepping_of(scheduler, FakeRunner(info)), InTurn)
+    assert isinstance(AheadFakeRunner(info), AheadRunner)
+    assert isinstance(stepping_of(scheduler, AheadFakeRunner(info)), OneAhead)
+
+
+def test_every_decode_step_is_started_ahead() -> None:
+    engine = Engine()
+    engine.add(*(make_request(name, [1, ord(name) - 90, 3], max_tokens=9) for name in "abc"))
+    engine.finish()
+    assert num_ahead(engine.runner) == 3 * 8
+    assert engine.scheduler.counters.steps == len(engine.runner.plans) == 9
+    for name in "abc":
+        request = make_request(name, [1, ord(name) - 90, 3], max_tokens=9)
+        assert engine.output(name) == continuation(request, engine.scheduler.info)[0]
+
+
+def test_a_request_that_stops_leaves_the_step_that_was_started_with_it() -> None:
+    engine = Engine()
+    info = engine.scheduler.info
+    output, _ = continuation(make_request("a", [1, 2, 3], max_tokens=9), info)
+    engine.add(make_request("a", [1, 2, 3], max_tokens=9, stop_token_ids=(output[3],)))
+    engine.add(make_request("b", [7, 2, 3], max_tokens=9))
+    engine.finish()
+    assert engine.output("a") == output[: output.index(output[3]) + 1]
+    assert [len(event.token_ids) for event in engine.events["a"]] == [1] * len(engine.output("a"))
+    assert engine.output("b") == continuation(make_request("b", [7, 2, 3], max_tokens=9), info)[0]
+
+
+def test_one_that_comes_waits_for_the_step_that_is_under_way_and_no_longer() -> None:
+    engine = Engine()
+    engine.add(make_request("a", [1, 2, 3], max_tokens=20))
+    engine.step()
+    engine.add(make_request("b", [4, 5], max_tokens=3))
+    names = [[entry.request.id for entry in engine.step().entries] for _ in range(2)]
+    assert names == [["a"], ["a", "b"]]
+    engine.finish()
+
+
+def test_an_abort_takes_its_part_of_the_step_under_way() -> None:
+    engine = Engine()
+    engine.add(*(make_request(name, [ord(name) - 90] * 3, max_tokens=20) for name in "ab"))
+    engine.step()
+    engine.abort("a")
+    assert [entry.request.id for entry in engine.step().entries] == ["b"]
+    engine.finish()
+    request = make_request("b", [ord("b") - 90] * 3, max_tokens=20)
+    assert engine.output("b") == continuation(request, engine.scheduler.info)[0]
+
+
+@pytest.mark.parametrize("sampling", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.5}])
+def test_what_looks_back_at_its_tokens_is_not_started_before_they_are_known(
+    sampling: dict[str, float],
+) -> None:
+    engine = Engine()
+    engine.add(make_request("a", [1, 2, 3], max_tokens=5), make_request("b", [4], max_tokens=3, **sampling))
+    engine.finish()
+    ahead = [[entry.ahead for entry in plan.entries] for plan in engine.runner.plans]
+    assert ahead == [[False, False], [False, False], [False, False], [False], [True]]
+
+
+def test_a_faulty_request_ends_alone() -> None:
+    engine = Engine()
+    engine.add(make_request("a", [FAULTY_TOKEN, 2], max_tokens=5), make_request("b", [4], max_tokens=5))
+    engine.finish()
+    assert engine.events["a"][0].error == "a faulty token"
+    assert engine.output("b") == continuation(make_request("b", [4], max_tokens=5), engine.scheduler.info)[0]
+
+
+def test_a_step_that_fails_takes_the_one_behind_it_along() -> None:
+    class Breaking(AheadFakeRunner):
+        broke = False
+
+        def start(self, plan: Plan, before: FakeStarted | None = None) -> FakeStarted:
+            if len(self.plans) == 2 and not self.broke:
+                self.broke = True
+                raise MemoryError("no room")
+            return super().start(plan, before)
+
+    engine = Engine(runner=Breaking(make_info()))
+    engine.add(*(make_request(name, [ord(name) - 90, 3], max_tokens=6) for name in "ab"))
+    engine.step()
+    plan = engine.stepping.next_plan()
+    with pytest.raises(MemoryError):
+        engine.stepping.run(plan)
+    assert engine.scheduler.put_off(plan)
+    engine.scheduler.check()
+    engine.finish()
+    for name in "ab":
+        request = make_request(name, [ord(name) - 90, 3], max_tokens=6)
+        assert engine.output(name) == continuation(request, engine.scheduler.info)[0]
+
+
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(1, 14),  # prompt length
+        st.integers(0, 12),  # max_tokens
+        st.sets(st.integers(0, 60), max_size=12),  # stop ids
+        st.integers(0, 25),  # comes at step
+        st.one_of(st.none(), st.integers(1, 12)),  # leaves so many steps later
+        st.booleans(),  # looks back
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+@given(REQUESTS, st.integers(8, 30), st.integers(1, 5), st.integers(2, 16))
+def test_any_company_gives_each_request_its_own_tokens(
+    drawn: list[tuple[int, int, set[int], int, int | None, bool]],
+    num_blocks: int,
+    max_num_requests: int,
+    max_num_tokens: int,
+) -> None:
+    engine = Engine(
+        num_blocks, max_num_requests=max_num_requests, max_num_tokens=max(max_num_tokens, max_num_requests)
+    )
+    comes: dict[int, list[Request]] = defaultdict(list)
+    leaves: dict[int, list[str]] = defaultdict(list)
+    requests = {}
+    for number, (length, max_tokens, stops, start, stays, back) in enumerate(drawn):
+        prompt = [(number % 3 + position * position) % 50 for position in range(length)]
+        penalty = {"presence_penalty": 0.5} if back else {}
+        request = make_request(
+            str(number), prompt, max_tokens=max_tokens, stop_token_ids=tuple(sorted(stops)), **penalty
+        )
+        requests[request.id] = request
+        comes[start].append(request)
+        if stays is not None:
+            leaves[start + stays].append(request.id)
+    for step in range(40):
+        engine.add(*comes[step])
+        for name in leaves[step]:
+            engine.abort(name)
+        if engine.scheduler.has_work:
+            engine.step()
+    engine.finish()
+    for name, request in requests.items():
+        whole, reason = continuation(request, engine.scheduler.info)
+        end = engine.events[name][-1].finish_reason
+        assert end == reason or (end == "abort" and engine.output(name) == whole[: len(engine.output(name))])
+        assert end == "abort" or engine.output(name) == whole
