@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from random import Random
 from typing import Any
@@ -26,6 +26,7 @@ from quantd.engine.plan import Plan, PlanEntry, RequestState
 from quantd.engine.request import Request, SamplingParams, TokenEvent
 from quantd.engine.runner import ModelRunner
 from quantd.engine.scheduler import Scheduler
+from quantd.engine.stepping import InTurn, Stepping, stepping_of
 
 GOAL = 220.0
 _FEW_LAYERS = 2  # beside all that are built, for what a layer takes
@@ -73,7 +74,8 @@ def small_model(setup: Setup) -> Iterator[Measure]:
     """What the goals name first: one client, the same bits; then steps. Without that promise last."""
     sizes, model = setup.sizes, Model(setup, setup.sizes.small)
     shape, most = model.shape.name, max(sizes.batches)
-    yield _named(f"{shape} decode, one client", partial(_one_client, model))
+    yield _named(f"{shape} decode, one client", partial(_one_client, model, stepping_of, GOAL))
+    yield _named(f"{shape} decode, one client, steps in turn", partial(_one_client, model, InTurn, None))
     yield _named(f"{shape}, other output alone than together", partial(_other_outputs, model, True))
     for batch, context in _sizes(setup):
         name = f"{shape} decode step, {batch} x {context} tokens"
@@ -196,32 +198,37 @@ def _requests(prompts: Sequence[list[int]], num_tokens: int) -> list[Request]:
 
 
 def _serve(
-    model: Model, runner: ModelRunner, requests: Sequence[Request]
+    model: Model,
+    runner: ModelRunner,
+    requests: Sequence[Request],
+    make_stepping: Callable[[Scheduler, ModelRunner], Stepping] = stepping_of,
 ) -> Iterator[tuple[float, TokenEvent]]:
     """All requests at once, to their ends: their events and when they came."""
     scheduler = Scheduler(model.config(), runner.info)
+    stepping = make_stepping(scheduler, runner)
     for request in requests:
         refused = scheduler.add(request)
         assert refused is None, refused
     while scheduler.has_work:
-        plan = scheduler.schedule()
-        events = scheduler.update(plan, runner.run(plan))
+        plan = stepping.next_plan()
+        events = scheduler.update(plan, stepping.run(plan))
         moment = time.perf_counter()
         for event in events:
             assert event.error is None, event
             yield moment, event
 
 
-def _one_client(model: Model, name: str) -> Row:
+def _one_client(model: Model, make_stepping: Callable[..., Stepping], goal: float | None, name: str) -> Row:
     sizes, runner = model.setup.sizes, model.runner()
     requests = _requests([_prompt(model, min(sizes.contexts) // 2, 0)], sizes.engine_tokens)
     seconds = []
     for _ in range(1 + sizes.rounds):
-        moments = [moment for moment, event in _serve(model, runner, requests) if event.token_ids]
+        served = _serve(model, runner, requests, make_stepping)
+        moments = [moment for moment, event in served if event.token_ids]
         seconds.append((moments[-1] - moments[0]) / (len(moments) - 1))
     step = statistics.median(seconds[1:])
     note = _decode_note(model, step, runner.info.weight_bytes)
-    return Row(name, "tok/s", 1 / step, GOAL, note=note)
+    return Row(name, "tok/s", 1 / step, goal, note=note)
 
 
 def _many_clients(model: Model, number: int, name: str) -> Row:

@@ -9,14 +9,13 @@ import torch
 from gpu_sides.setup import Setup, Skipped
 from gpu_sides.sizes import ModelShape
 from quantd.engine.config import EngineConfig
-from quantd.engine.gpu_sampler import GpuSampler
+from quantd.engine.gpu_runner import GpuRunner
 from quantd.engine.layers.rope import RopeSpec, Unscaled, rope_table
 from quantd.engine.messages import ModelInfo
 from quantd.engine.model_part import LoadedPart
 from quantd.engine.models.decoder import Decoder
 from quantd.engine.models.spec import DecoderSpec, LayerSpec
 from quantd.engine.parallel import Place
-from quantd.engine.runner import ModelRunner
 from quantd.engine.shard import Part
 from quantd.engine.weights import DecoderWeights, LayerWeights
 from quantd.kernels.gpu.ops import GpuOps
@@ -60,7 +59,7 @@ def first_layers(decoder: Decoder, number: int) -> Decoder:
     return Decoder(spec, replace(decoder.weights, layers=decoder.weights.layers[:number]), decoder.ops)
 
 
-def runner_of(setup: Setup, decoder: Decoder, config: EngineConfig, num_blocks: int) -> ModelRunner:
+def runner_of(setup: Setup, decoder: Decoder, config: EngineConfig, num_blocks: int) -> GpuRunner:
     """A runner as an engine builds it, with a pool of so many blocks, or as many as there is room for.
 
     Raises Skipped where that is none.
@@ -86,7 +85,7 @@ def runner_of(setup: Setup, decoder: Decoder, config: EngineConfig, num_blocks: 
         num_blocks=num_blocks,
         load_seconds=0,
     )
-    return ModelRunner(part, GpuSampler(), info)
+    return GpuRunner(part, info)
 
 
 def _spec(shape: ModelShape, max_model_len: int) -> DecoderSpec:
