@@ -319,7 +319,7 @@ def _sampling(
 
 
 def _max_tokens(max_tokens: int | None, context_len: int | None, prompt_len: int) -> int | None:
-    """What is left of a context that the request itself bounds; one token where that is none, to be refused."""
+    """What is left of a context that the request itself bounds; one token where none is left."""
     if context_len is None:
         return max_tokens
     room = max(context_len - prompt_len, 1)
