@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from quantd.daemon.embedding_head import EmbeddingHead
 from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.infill_formats import infill_writer
 from quantd.daemon.keep_alive import KeepAlive
@@ -77,8 +78,8 @@ class LoadedModel:
     """A model that answers.
 
     defaults: what its author says of sampling, as fields of SamplingParams for requests that leave them
-    open. preset: what else it brings to them. infill: writes its prompts towards a suffix, if it knows any.
-    num_requests: those that hold it.
+    open. preset: what else it brings to them. head: how it embeds. infill: writes its prompts towards a
+    suffix, if it knows any. num_requests: those that hold it.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class LoadedModel:
         tokenizer: Tokenizer,
         defaults: Mapping[str, float],
         preset: Preset,
+        head: EmbeddingHead,
         keep_alive: KeepAlive,
     ) -> None:
         self.name = name
@@ -95,6 +97,7 @@ class LoadedModel:
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.preset = preset
+        self.head = head
         self.keep_alive = keep_alive
         self.infill = infill_writer(tokenizer)
         self.num_requests = 0
@@ -308,7 +311,7 @@ class Models:
 
     async def _load(self, entry: ModelEntry, config: EngineConfig) -> LoadedModel:
         folder = Path(config.model_path)
-        defaults, preset = model_sampling(folder), Preset.read(folder)
+        defaults, preset, head = model_sampling(folder), Preset.read(folder), EmbeddingHead.read(folder)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         engine = await self._start_engine(config, entry.report)
         if entry.state == "loading":
@@ -316,7 +319,7 @@ class Models:
         engine.died.add_done_callback(lambda died: self._note_died(entry, died.result()))
         clock = asyncio.get_running_loop()
         keep_alive = KeepAlive(self._keep_alive, lambda: self._expire(entry), clock)
-        return LoadedModel(entry.name, engine, tokenizer, defaults, preset, keep_alive)
+        return LoadedModel(entry.name, engine, tokenizer, defaults, preset, head, keep_alive)
 
     def _expire(self, entry: ModelEntry) -> None:
         _log.info("%s is unloaded: it was idle for its time", entry.name)

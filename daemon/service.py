@@ -16,8 +16,16 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from quantd.daemon.constraints import Constraint
+from quantd.daemon.embeddings import (
+    MOST_AT_ONCE,
+    EmbeddingRequest,
+    Embeddings,
+    embed,
+    engine_requests,
+    token_ids,
+)
 from quantd.daemon.errors import OverloadedError
-from quantd.daemon.generation import Choice, Echo, Generation
+from quantd.daemon.generation import Choice, Echo, Generation, Usage
 from quantd.daemon.infill import InfillPrompt, InfillText, InfillWriter
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.model_files import USUAL_SAMPLING
@@ -200,6 +208,31 @@ class Service:
             options = _infill_options(model, writer, request)
             prompts = _Prompts([prompt.ids], num_left_out=prompt.num_left_out)
             return self._generate(model, prompts, options, held, loaded)
+
+    async def embed(self, request: EmbeddingRequest) -> Embeddings:
+        """The vectors of some texts, however many.
+
+        Raises as `chat` before anything runs, also where the model's way to embed is not supported; then
+        GenerationError or EngineDiedError.
+        """
+        with ExitStack() as held:
+            started = time.monotonic()
+            at_once = min(len(request.inputs), MOST_AT_ONCE, self._max_queue)
+            model = await self._acquire(request.model, at_once, held, request.keep_alive)
+            loaded = time.monotonic()
+            info, params = model.engine.info, model.head.params(request.dimensions, request.normalize)
+            size = sum(len(item) for item in request.inputs if isinstance(item, str))
+            prompts = await _in_time(size, lambda: token_ids(model.tokenizer, request, info.max_request_len))
+            requests = engine_requests(info, uuid.uuid4().hex, prompts, params, request.context_len)
+            events = await embed(model.engine, requests, at_once)
+            usage = Usage(
+                prompt_tokens=sum(map(len, prompts)),
+                completion_tokens=0,
+                cached_tokens=sum(event.num_cached or 0 for event in events),
+                load_seconds=loaded - started,
+                prompt_seconds=time.monotonic() - loaded,
+            )
+            return Embeddings(model.name, [event.embedding or b"" for event in events], usage)
 
     async def load(self, model: str | None, keep_alive: float | None = None) -> None:
         """Have a model in memory, for so many seconds (see KeepAlive). Raises what keeps it from loading."""

@@ -72,7 +72,7 @@ class Tokenizer:
         self._byte_level = is_byte_level(decoder)
         self._pieces: dict[int, str | None] = {}
         self._bytes: dict[int, bytes] = {}
-        self._prefix = _raw_prefix(core, config)
+        self._prefix, self._suffix = _frame(core, config)
         self._special_tokens = _special_tokens(config)
         self.template = template
         self.end_ids = frozenset(end_ids)
@@ -153,6 +153,19 @@ class Tokenizer:
         """The tokens that go before a raw prompt."""
         return list(self._prefix)
 
+    def encode_framed(self, text: str, max_len: int | None = None) -> list[int]:
+        """Tokens of a whole text with those that the tokenizer puts before and behind one, if they lack.
+
+        max_len: the text is cut so that all are so many at most.
+        """
+        ids = self.encode(text, raw=True)
+        suffix = self._suffix
+        if suffix and ids[-len(suffix) :] != suffix:
+            ids = ids + suffix
+        if max_len is not None and len(ids) > max_len:
+            return ids[: max_len - len(suffix)] + suffix
+        return ids
+
     def chat_template(self, source: str) -> ChatTemplate:
         """A template with this model's special tokens. Raises CheckpointError where it is no valid Jinja."""
         return ChatTemplate(source, self._special_tokens)
@@ -209,15 +222,25 @@ class Tokenizer:
             return self._pieces[token_id]
 
 
-def _raw_prefix(core: tokenizers.Tokenizer, config: dict[str, Any]) -> list[int]:
-    """What goes before a raw prompt: add_bos_token says, else what the tokenizer's post-processor adds."""
-    bos = core.token_to_id(_text_of(config.get("bos_token")) or "")
-    adds_bos = config.get("add_bos_token")
-    if isinstance(adds_bos, bool):
-        return [bos] if adds_bos and bos is not None else []
-    ids: list[int] = core.encode("", add_special_tokens=True).ids
-    eos = core.token_to_id(_text_of(config.get("eos_token")) or "")
-    return ids[:-1] if ids and ids[-1] == eos != bos else ids
+def _frame(core: tokenizers.Tokenizer, config: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """What goes before a raw text and behind one that ends.
+
+    add_bos_token and add_eos_token say, else what the tokenizer's post-processor adds.
+    """
+    bare = core.encode("a", add_special_tokens=False).ids
+    framed = core.encode("a", add_special_tokens=True).ids
+    start = next(i for i in range(len(framed) + 1) if framed[i : i + len(bare)] == bare)
+    prefix, suffix = framed[:start], framed[start + len(bare) :]
+    return _said(core, config, "bos", prefix), _said(core, config, "eos", suffix)
+
+
+def _said(core: tokenizers.Tokenizer, config: dict[str, Any], name: str, added: list[int]) -> list[int]:
+    """What the configuration says of adding the token `name`, if anything; else `added`."""
+    adds = config.get(f"add_{name}_token")
+    if not isinstance(adds, bool):
+        return added
+    token_id = core.token_to_id(_text_of(config.get(f"{name}_token")) or "")
+    return [token_id] if adds and token_id is not None else []
 
 
 def _end_ids(

@@ -71,4 +71,4 @@ def _vector(mean: HiddenSum, params: EmbeddingParams) -> bytes:
     kept = mean[: params.dimensions]
     length = float(np.sqrt((kept * kept).sum()))
     # A vector of zeros has no direction to keep.
-    return (kept / length if params.normalize and length else kept).astype(np.float32).tobytes()
+    return (kept / length if params.normalize and length else kept).astype("<f4").tobytes()

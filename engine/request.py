@@ -124,7 +124,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     token_ids: new tokens, a stop id included. logprobs: one per new token where asked.
     prompt_logprobs: entries for the next prompt positions, in order from position 1, as chunks are
-    computed. embedding: where asked, float32 in the machine's order. num_cached: prompt tokens taken from
+    computed. embedding: where asked, little-endian float32. num_cached: prompt tokens taken from
     the prefix cache, in the first event only. finish_reason ends the request; `error` says why where it is
     "error".
     """

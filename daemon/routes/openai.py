@@ -1,7 +1,8 @@
-"""OpenAI's surface: chat/completions, completions; and Mistral's fim/completions."""
+"""OpenAI's surface: chat/completions, completions, embeddings; and Mistral's fim/completions."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -13,6 +14,7 @@ from quantd.daemon.service import InfillRequest
 from quantd.daemon.wire import openai
 from quantd.daemon.wire.body import read_body
 from quantd.daemon.wire.errors import json_response
+from quantd.daemon.wire.openai_embeddings import EmbeddingBody
 from quantd.daemon.wire.openai_request import ChatBody, CompletionBody, FimBody
 from quantd.daemon.wire.stream import send_stream
 
@@ -54,8 +56,17 @@ async def fim_completions(request: web.Request) -> web.StreamResponse:
         return json_response(openai.chat_reply(generation.head, answers, False, generation.usage))
 
 
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    """POST /v1/embeddings"""
+    body = await read_body(request, EmbeddingBody)
+    found = await request.app[SERVICE].embed(body.neutral())
+    # Many vectors are megabytes of numbers, which take a while to write.
+    return await asyncio.to_thread(lambda: json_response(body.reply(found)))
+
+
 OPENAI_ROUTES: Sequence[Route] = (
     Route("POST", "/chat/completions", chat_completions, versioned=True),
     Route("POST", "/completions", completions, versioned=True),
     Route("POST", "/fim/completions", fim_completions, versioned=True),
+    Route("POST", "/embeddings", embeddings, versioned=True),
 )

@@ -98,3 +98,24 @@ def read_arguments(arguments: str | dict[str, Any] | None) -> Any:
         with contextlib.suppress(msgspec.DecodeError, RecursionError):
             return msgspec.json.decode(arguments or "{}")
     return arguments or {}
+
+
+def texts_or_ids(value: str | list[Any], name: str) -> list[str | list[int]]:
+    """The field `name`: a text, token ids, or a list of either kind. Raises RequestError.
+
+    Nothing is mixed, and true and 1.5 are no ids.
+    """
+    if isinstance(value, str):
+        return [value]
+    if not value:
+        raise RequestError(f"{name} must not be an empty list", name)
+    if all(type(item) is int for item in value):
+        return [value]
+    texts = all(isinstance(item, str) for item in value)
+    if texts or all(_is_id_list(item) for item in value):
+        return value
+    raise RequestError(f"{name} must be a string, token ids, or a list of only one of the two", name)
+
+
+def _is_id_list(item: object) -> bool:
+    return isinstance(item, list) and all(type(token_id) is int for token_id in item)

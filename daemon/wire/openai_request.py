@@ -25,6 +25,7 @@ from quantd.daemon.wire.body import (
     refuse_unsupported,
     sampling,
     stop_strings,
+    texts_or_ids,
 )
 from quantd.engine.errors import RequestError
 from quantd.engine.request import MAX_LOGPROBS
@@ -250,20 +251,7 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """A text, token ids, or a list of either kind; nothing mixed, and true and 1.5 are no ids."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise RequestError("prompt must not be an empty list", "prompt")
-    if all(type(item) is int for item in prompt):
-        return [prompt]
-    if len(prompt) > MAX_CHOICES:
-        raise RequestError(f"prompt must hold at most {MAX_CHOICES} prompts, got {len(prompt)}", "prompt")
-    texts = all(isinstance(item, str) for item in prompt)
-    if texts or all(_is_id_list(item) for item in prompt):
-        return prompt
-    raise RequestError("prompt must be a string, token ids, or a list of only one of the two", "prompt")
-
-
-def _is_id_list(item: object) -> bool:
-    return isinstance(item, list) and all(type(token_id) is int for token_id in item)
+    prompts = texts_or_ids(prompt, "prompt")
+    if len(prompts) > MAX_CHOICES:
+        raise RequestError(f"prompt must hold at most {MAX_CHOICES} prompts, got {len(prompts)}", "prompt")
+    return prompts

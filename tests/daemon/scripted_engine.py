@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +31,13 @@ INFO = ModelInfo(
     num_blocks=64,
     load_seconds=0.1,
 )
+FAULTY_TOKEN = 511
 Script = Callable[[Request], Sequence[int]]
+
+
+def vector_of(prompt: Sequence[int]) -> list[float]:
+    """What ScriptedEngine says a prompt's vector is."""
+    return [len(prompt), prompt[0], prompt[-1], 0.1]
 
 
 def repeat_prompt(request: Request) -> Sequence[int]:
@@ -74,6 +81,8 @@ class ScriptedEngine:
             raise EngineDiedError(self.died.result())
 
     def _events(self, request: Request) -> Sequence[TokenEvent]:
+        if request.embedding is not None:
+            return [self._embedding(request)]
         sampling = request.sampling
         room = self.info.max_request_len - len(request.prompt)
         limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
@@ -95,6 +104,13 @@ class ScriptedEngine:
             if reason:
                 break
         return events
+
+    def _embedding(self, request: Request) -> TokenEvent:
+        cached = len(request.prompt) // 2
+        if FAULTY_TOKEN in request.prompt:
+            return TokenEvent(request_id=request.id, finish_reason="error", error="a faulty token")
+        vector = struct.pack("<4f", *vector_of(request.prompt))
+        return TokenEvent(request_id=request.id, embedding=vector, num_cached=cached, finish_reason="length")
 
     def _event(self, request: Request, token: int, reason: str | None) -> TokenEvent:
         asked = request.sampling.logprobs

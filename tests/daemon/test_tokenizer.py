@@ -52,6 +52,41 @@ def test_raw_prompts_get_the_tokenizers_own_bos_once(
     assert ids.count(1) == starts_with_bos and (ids[0] == 1) == starts_with_bos and 2 not in ids
 
 
+@pytest.mark.parametrize(
+    ("frame", "config", "before", "behind"),
+    [
+        ("<s> $A </s>", {}, [1], [2]),
+        ("$A </s>", {}, [], [2]),
+        # As Qwen3-Embedding: what ends a text does not end an answer.
+        ("$A <unk>", {}, [], [0]),
+        ("$A", {}, [], []),
+        ("<s> $A", {"add_eos_token": True}, [1], [2]),
+        ("$A", {"add_bos_token": True, "add_eos_token": True}, [1], [2]),
+        ("<s> $A </s>", {"add_bos_token": False, "add_eos_token": False}, [], []),
+    ],
+)
+def test_whole_texts_get_what_the_tokenizer_puts_around_them_once(
+    tmp_path: Path, frame: str, config: dict[str, bool], before: list[int], behind: list[int]
+) -> None:
+    core = byte_fallback_tokenizer()
+    specials = [(name, core.token_to_id(name)) for name in ("<unk>", "<s>", "</s>")]
+    core.post_processor = TemplateProcessing(single=frame, special_tokens=specials)
+    core.save(str(tmp_path / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>"} | config
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    tokenizer = Tokenizer.load(tmp_path)
+    bare = core.encode("the ant", add_special_tokens=False).ids
+    whole = [*before, *bare, *behind]
+    assert tokenizer.encode_framed("the ant") == whole
+    assert tokenizer.encode_framed("the ant", len(whole)) == whole
+    assert tokenizer.encode_framed("the ant", len(whole) - 2) == [*before, *bare[:-2], *behind]
+    assert tokenizer.encode_framed("") == [*before, *behind]
+    ended = "the ant" + "".join(core.id_to_token(token) for token in behind)
+    assert tokenizer.encode_framed(ended) == whole
+    if not config:
+        assert AutoTokenizer.from_pretrained(tmp_path)("the ant")["input_ids"] == whole
+
+
 def test_rendered_text_gets_no_special_tokens_again(tmp_path: Path) -> None:
     template = "{{ bos_token }}" + CHATML
     folder = write_model(tmp_path, template, add_bos_token=True)
