@@ -10,7 +10,7 @@
 #include "rows.h"
 
 /* Bytes of scratch that the two below need. */
-#define MATMUL_SCRATCH (64 * 1024)
+#define MATMUL_SCRATCH (32 * 1024)
 /* Rows that one call may have. */
 #define MATMUL_ROWS 128
 

@@ -8,6 +8,7 @@
 #define MAX_TILE_BLOCK (WIDE_PLANES * PLANE_BYTES + 2 * 2 * LANES * 4)
 #define TILE_BLOCKS (MATMUL_SCRATCH / MAX_TILE_BLOCK)
 
+#define LINE 64 /* bytes of a cache line */
 #define PREFETCH_BYTES 2048
 #define MAX_FEW 2 /* rows that multiply codes as they are unpacked */
 
@@ -56,9 +57,10 @@ INLINE v16 accumulate(v16 acc, scales s, v16 sum, float x_scale, float x_sum) {
 }
 
 /* num_rows (a constant) rows from `row` on, in groups of `group`. Scales cover whole blocks here. */
-INLINE void few_rows(int num_rows, long group, int fine, const qd_weight *w, int bits, int header, long panel,
+INLINE void few_rows(int num_rows, long group, int fine, const qd_weight *w, int bits, long panel,
                      const qd_rows *rows, long row, float *out) {
   long blocks = rows->blocks, per_header = w->group / BLOCK;
+  int header = w->header;
   const uint8_t *block = weight_block(w, bits, panel, 0), *head = weight_header(w, header, panel, 0);
   v16 acc[MAX_FEW], sums[MAX_FEW];
   UNROLL
@@ -67,7 +69,7 @@ INLINE void few_rows(int num_rows, long group, int fine, const qd_weight *w, int
     scales s = header_load(header, head);
     for (long end = min_long(blocks, b + per_header); b < end; b++, block += block_bytes(bits)) {
       qd_row_block x = row_block(rows, group, fine, row, b);
-      for (long i = 0; i < block_bytes(bits); i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i);
+      for (long i = 0; i < block_bytes(bits); i += LINE) __builtin_prefetch(block + PREFETCH_BYTES + i);
       if (fine)
         fine_dots(num_rows, bits, 0, CHUNKS, block, x.q, sums);
       else
@@ -97,28 +99,24 @@ INLINE void unpack_scales(int header, const uint8_t *head, int is_padding, float
   v_store(tile + LANES, s.offset);
 }
 
-INLINE void unpack_tile(const qd_weight *w, int bits, int header, int planes, int parts, long panel, long first,
-                        long last, uint8_t *tile) {
+/* The rows' products, which come next, take long and read no memory. So that it has work meanwhile, the tile behind this
+ * one, which lies there, is asked for. */
+INLINE void unpack_tile(const qd_weight *w, int bits, int planes, int parts, long panel, long first, long last,
+                        uint8_t *tile) {
+  int header = w->header;
   long part_len = BLOCK / parts, k = BLOCK * first, group_end = round_up(k + 1, w->group);
+  long ahead = (last - first) * block_bytes(bits);
+  long headers_ahead = (last - first) * header_bytes(header) * BLOCK / w->group;
   const uint8_t *block = weight_block(w, bits, panel, first), *head = weight_header(w, header, panel, k / w->group);
   for (long b = first; b < last; b++, block += block_bytes(bits), tile += tile_block_bytes(planes, parts)) {
     float *tile_scales = (float *)(void *)(tile + planes * PLANE_BYTES);
-    for (long i = 0; i < block_bytes(bits); i += 64) __builtin_prefetch(block + PREFETCH_BYTES + i);
+    for (long i = 0; i < block_bytes(bits); i += LINE) __builtin_prefetch(block + ahead + i, 0, 2);
+    __builtin_prefetch(head + headers_ahead, 0, 2);
     unpack_block(bits, planes, block, tile);
     for (int part = 0; part < parts; part++, k += part_len) {
       if (k >= group_end) group_end += w->group, head += header_bytes(header);
       unpack_scales(header, head, k >= w->k, tile_scales + 2 * LANES * part);
     }
-  }
-}
-
-INLINE void unpack_tile_of(const qd_weight *w, int bits, int planes, int parts, long panel, long first, long last,
-                           uint8_t *tile) {
-  switch (w->header) {
-    case QD_HALF: unpack_tile(w, bits, QD_HALF, planes, parts, panel, first, last, tile); break;
-    case QD_HALF_ZERO: unpack_tile(w, bits, QD_HALF_ZERO, planes, parts, panel, first, last, tile); break;
-    case QD_FLOAT: unpack_tile(w, bits, QD_FLOAT, planes, parts, panel, first, last, tile); break;
-    default: unpack_tile(w, bits, QD_FLOAT_ZERO, planes, parts, panel, first, last, tile);
   }
 }
 
@@ -220,27 +218,17 @@ INLINE void many_rows(const qd_weight *w, int bits, int planes, long panel, cons
   memset(out, 0, (size_t)(num_rows * LANES) * sizeof(float));
   for (long b = 0; b < rows->blocks; b += TILE_BLOCKS) {
     long last = min_long(rows->blocks, b + TILE_BLOCKS);
-    unpack_tile_of(w, bits, planes, parts, panel, b, last, tile);
+    unpack_tile(w, bits, planes, parts, panel, b, last, tile);
     kernel(tile, b, last, rows, first, num_rows, out);
-  }
-}
-
-INLINE void few_rows_of(int num_rows, long group, int fine, const qd_weight *w, int bits, long panel,
-                        const qd_rows *rows, long row, float *out) {
-  switch (w->header) {
-    case QD_HALF: few_rows(num_rows, group, fine, w, bits, QD_HALF, panel, rows, row, out); break;
-    case QD_HALF_ZERO: few_rows(num_rows, group, fine, w, bits, QD_HALF_ZERO, panel, rows, row, out); break;
-    case QD_FLOAT: few_rows(num_rows, group, fine, w, bits, QD_FLOAT, panel, rows, row, out); break;
-    default: few_rows(num_rows, group, fine, w, bits, QD_FLOAT_ZERO, panel, rows, row, out);
   }
 }
 
 INLINE void matmul_rows(const qd_weight *w, int bits, int fine, long panel, const qd_rows *rows, long first,
                         long num_rows, float *out, uint8_t *scratch) {
   if (rows->tile == 1 && weight_parts(w) == 1)
-    few_rows_of(1, 1, fine, w, bits, panel, rows, first, out);
+    few_rows(1, 1, fine, w, bits, panel, rows, first, out);
   else if (num_rows == 2 && weight_parts(w) == 1)
-    few_rows_of(2, TILE_ROWS, fine, w, bits, panel, rows, first, out);
+    few_rows(2, TILE_ROWS, fine, w, bits, panel, rows, first, out);
   else
     many_rows(w, bits, tile_planes(bits, fine), panel, rows, first, num_rows, out, scratch);
 }
