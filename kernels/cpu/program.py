@@ -157,7 +157,7 @@ class _Group:
 
 
 def _fuse(calls: Sequence[Call]) -> list[_Group]:
-    """A norm goes into the linear behind it, and so does a gated activation after one."""
+    """A norm goes into the linear behind it, and so does a gated activation that alone reads one."""
     groups, i = [], 0
     while i < len(calls):
         run = calls[i : i + 3]
@@ -165,7 +165,8 @@ def _fuse(calls: Sequence[Call]) -> list[_Group]:
         linear = run[0 if norm is None else 1]
         behind = calls[i + (norm is not None) :][:2]
         glu = behind[1] if _feeds(behind, Kind.LINEAR, "out", Kind.GLU, "gate_up") else None
-        glu = None if glu is None or glu.args.width % _LANES else glu
+        if glu is not None and (glu.args.width % _LANES or _num_readers(calls, linear.writes["out"]) > 1):
+            glu = None
         if norm is not None:
             linear.args.norm = pointer(norm.args)
         if glu is not None:
@@ -174,6 +175,11 @@ def _fuse(calls: Sequence[Call]) -> list[_Group]:
         groups.append(_Group(linear, others))
         i += 1 + len(others)
     return groups
+
+
+def _num_readers(calls: Sequence[Call], tensor: Tensor) -> int:
+    address = tensor.data_ptr()
+    return sum(address == read.data_ptr() for call in calls for read in call.reads.values())
 
 
 def _feeds(pair: Sequence[Call], first: Kind, out: str, second: Kind, x: str) -> bool:

@@ -110,6 +110,18 @@ def test_arithmetic_of_other_kinds_is_not_recorded(caplog: pytest.LogCaptureFixt
     assert len(caplog.records) == 1
 
 
+def test_what_a_gated_activation_reads_is_there_for_others_too() -> None:
+    ops, pool = cpu_ops(), Pool.scattered(LENGTHS, 16)
+    layers = Forward(ops)
+
+    def forward(token_ids: Tensor, inputs: AttentionInputs, kv: Sequence[KVLayer]) -> Tensor:
+        both = ops.linear(ops.embedding(token_ids, layers.embedding), layers.gate_up[0])
+        return ops.concat([ops.glu(both, "silu"), both])
+
+    actual, expected = run(ops.compile(forward), pool, []), run(forward, pool, [])
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
 def test_the_arena_is_no_wider_than_what_is_alive() -> None:
     ops, pool = cpu_ops(), Pool.scattered(LENGTHS, 16)
     replay = ops.compile(Forward(ops))

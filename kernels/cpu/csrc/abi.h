@@ -66,7 +66,8 @@ typedef struct {
 } qd_copy_args;
 
 /* out = (x @ weight.T + bias) * scale, softcapped where softcap > 0. norm, if any, is run first and its out is x;
- * glu, if any, is run on the result. fine: inputs that would be rounded to INT8 per 32 are rounded to INT16 instead. */
+ * glu, if any, is run on the result, and only what it gives is written; its width is a multiple of 16. fine: inputs that
+ * would be rounded to INT8 per 32 are rounded to INT16 instead. */
 typedef struct {
   const qd_weight *weight;
   const float *x;

@@ -12,9 +12,12 @@ static long num_chunks(const void *args, const qd_step *step, int phase, int num
 
 static void chunk(const void *args, const qd_step *step, int phase, long index, qd_thread *thread) {
   const qd_glu_args *a = args;
-  long parts = ceil_div(a->width, WIDTH_PER_CHUNK), first = index % parts * WIDTH_PER_CHUNK;
+  long parts = ceil_div(a->width, WIDTH_PER_CHUNK), m = index / parts, first = index % parts * WIDTH_PER_CHUNK;
+  long last = min_long(a->width, first + WIDTH_PER_CHUNK);
+  const float *gate = a->gate_up + 2 * m * a->width, *up = gate + a->width;
   (void)step, (void)phase, (void)thread;
-  glu_row(a, index / parts, first, min_long(a->width, first + WIDTH_PER_CHUNK));
+  for (long i = first; i < last; i += LANES)
+    v_store_n(a->out + m * a->width + i, glu(a, v_load_n(gate + i, last - i), v_load_n(up + i, last - i)), last - i);
 }
 
 const qd_kernel glu_kernel = {.num_phases = 1, .num_chunks = num_chunks, .chunk = chunk};

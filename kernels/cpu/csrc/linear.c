@@ -11,10 +11,11 @@
 #define CHUNKS_PER_THREAD 8
 #define MAX_CHUNK_BYTES (96 * 1024)
 
-/* A thread's scratch: tile, results of a panel, a float row, a norm's two outputs, and its own prepared row. */
+/* A thread's scratch: tile, results of a panel and of one of a glu's other half, a float row, a norm's two outputs, and
+ * its own prepared row. */
 typedef struct {
   uint8_t *tile;
-  float *out, *row, *normed, *sum;
+  float *out, *up, *row, *normed, *sum;
   qd_rows own;
 } parts;
 
@@ -25,7 +26,8 @@ static long float_row_bytes(const qd_weight *w) { return weight_blocks(w) * BLOC
 static parts parts_of(const qd_linear_args *a, uint8_t *scratch) {
   long row = float_row_bytes(a->weight);
   parts p = {.tile = scratch, .out = (float *)(void *)(scratch + MATMUL_SCRATCH)};
-  p.row = p.out + MATMUL_ROWS * LANES;
+  p.up = p.out + MATMUL_ROWS * LANES;
+  p.row = p.up + MATMUL_ROWS * LANES;
   p.normed = p.row + row / 4;
   p.sum = p.normed + row / 4;
   p.own = rows_at((uint8_t *)p.sum + row, 1, weight_blocks(a->weight), is_fine(a));
@@ -36,7 +38,7 @@ static long scratch_bytes(const void *args, const qd_step *step) {
   const qd_linear_args *a = args;
   const qd_weight *w = a->weight;
   (void)step;
-  return MATMUL_SCRATCH + MATMUL_ROWS * LANES * 4 + 3 * float_row_bytes(w) +
+  return MATMUL_SCRATCH + 2 * MATMUL_ROWS * LANES * 4 + 3 * float_row_bytes(w) +
          rows_bytes(1, weight_blocks(w), w->inputs, is_fine(a));
 }
 
@@ -98,28 +100,51 @@ static void prepare_chunk(const qd_linear_args *a, const qd_step *step, long ind
   }
 }
 
-static void finish(const qd_linear_args *a, long panel, long first, long num_rows, const float *results) {
+static void finish(const qd_linear_args *a, long panel, long num_rows, float *results) {
   const qd_weight *w = a->weight;
-  long n = LANES * panel, columns = min_long(LANES, w->n - n);
-  v16 bias = w->bias ? v_load_n(w->bias + n, columns) : v_zero(), scale = v_set1(a->scale);
+  if (!w->bias && a->scale == 1.0f && !(a->softcap > 0.0f)) return;
+  v16 bias = w->bias ? v_load_n(w->bias + LANES * panel, w->n - LANES * panel) : v_zero(), scale = v_set1(a->scale);
   for (long r = 0; r < num_rows; r++) {
     v16 y = v_load(results + LANES * r);
     if (w->bias) y = v_add(y, bias);
     if (a->scale != 1.0f) y = v_mul(y, scale);
     if (a->softcap > 0.0f) y = v_mul(v_tanh(v_div(y, v_set1(a->softcap))), v_set1(a->softcap));
-    v_store_n(a->out + (first + r) * w->n + n, y, columns);
+    v_store(results + LANES * r, y);
   }
 }
 
-static void multiply(const qd_linear_args *a, const qd_rows *rows, long first, long num_rows, long panel, long last,
-                     const parts *p) {
-  for (; panel < last; panel++) {
-    if (a->weight->inputs)
-      matmul_int8(a->weight, panel, rows, first, num_rows, p->out, p->tile);
-    else
-      matmul_float(a->weight, panel, rows, first, num_rows, p->out, p->tile);
-    finish(a, panel, first, num_rows, p->out);
+static void multiply(const qd_linear_args *a, const qd_rows *rows, long first, long num_rows, long panel,
+                     float *results, uint8_t *tile) {
+  if (a->weight->inputs)
+    matmul_int8(a->weight, panel, rows, first, num_rows, results, tile);
+  else
+    matmul_float(a->weight, panel, rows, first, num_rows, results, tile);
+  finish(a, panel, num_rows, results);
+}
+
+/* A panel's results to where they belong. */
+static void write(const qd_linear_args *a, long panel, long first, long num_rows, const float *results) {
+  long n = a->weight->n;
+  for (long r = 0; r < num_rows; r++)
+    v_store_n(a->out + (first + r) * n + LANES * panel, v_load(results + LANES * r), n - LANES * panel);
+}
+
+static void write_gated(const qd_glu_args *a, long panel, long first, long num_rows, const float *gate,
+                        const float *up) {
+  for (long r = 0; r < num_rows; r++)
+    v_store(a->out + (first + r) * a->width + LANES * panel, glu(a, v_load(gate + LANES * r), v_load(up + LANES * r)));
+}
+
+/* One panel, or with a glu one of the gate and that of up. */
+static void multiply_panel(const qd_linear_args *a, const qd_rows *rows, long first, long num_rows, long panel,
+                           const parts *p) {
+  multiply(a, rows, first, num_rows, panel, p->out, p->tile);
+  if (!a->glu) {
+    write(a, panel, first, num_rows, p->out);
+    return;
   }
+  multiply(a, rows, first, num_rows, weight_panels(a->weight) / 2 + panel, p->up, p->tile);
+  write_gated(a->glu, panel, first, num_rows, p->out, p->up);
 }
 
 /* Panels that are divided into chunks: with a glu, those of the gate; the same of up go with them. */
@@ -143,10 +168,7 @@ static void multiply_chunk(const qd_linear_args *a, const qd_step *step, long in
   qd_rows rows = p.own;
   if (all_rows > 1) rows = rows_at(thread->shared, all_rows, weight_blocks(a->weight), is_fine(a));
   if (a->norm && all_rows == 1 && index == 0) keep_norm(a->norm, &p);
-  multiply(a, &rows, first, num_rows, panel, last, &p);
-  if (!a->glu) return;
-  multiply(a, &rows, first, num_rows, panels + panel, panels + last, &p);
-  for (long m = first; m < first + num_rows; m++) glu_row(a->glu, m, LANES * panel, LANES * last);
+  for (; panel < last; panel++) multiply_panel(a, &rows, first, num_rows, panel, &p);
 }
 
 static long num_chunks(const void *args, const qd_step *step, int phase, int num_threads) {
