@@ -45,9 +45,9 @@ class Sampler:
 
     def sample(self, logits: Tensor, requests: Sequence[RequestState]) -> list[Sample]:
         """logits: float32 [R, V] on the CPU, row r for requests[r]."""
-        raw = logits.numpy()
+        raw = list(logits.numpy())
         rows = [adjusted(row, state) for row, state in zip(raw, requests, strict=True)]
-        cuts = [cut_of(state.request.sampling, raw.shape[1]) for state in requests]
+        cuts = [cut_of(state.request.sampling, logits.shape[1]) for state in requests]
         lists = self._shortlists(rows, cuts)
         return [_sample(*one) for one in zip(raw, rows, lists, cuts, requests, strict=True)]
 

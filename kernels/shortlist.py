@@ -5,6 +5,7 @@ Here in numpy, for every backend; one that has the logits at hand may do it wher
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,9 +54,9 @@ def shortlists(rows: Sequence[Row], cuts: Sequence[Cut]) -> list[Shortlist]:
 def _shortlist(row: Row, cut: Cut) -> Shortlist:
     best = int(row.argmax())
     largest = float(row[best])
-    if not np.isfinite(largest):
+    if not math.isfinite(largest):
         return Shortlist(largest, best, False)
-    finite = bool(np.isfinite(row.min()))
+    finite = math.isfinite(row.min())
     if cut.temperature <= 0:
         return Shortlist(largest, best, finite)
     weights = np.exp((row - row[best]) / np.float32(cut.temperature))
