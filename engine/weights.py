@@ -69,13 +69,18 @@ class DecoderWeights:
     ropes: tuple[RopeTable, ...]
 
     @property
-    def nbytes(self) -> int:
-        """Of all packed weights; a tied output matrix counts once."""
+    def packed(self) -> list[PackedWeight]:
+        """All packed weights; a tied output matrix once."""
         linears = [
             linear for layer in self.layers for linear in (layer.qkv, layer.o, layer.gate_up, layer.down)
         ]
         pieces = [self.embedding, self.head, *(piece for linear in linears for piece in linear)]
-        return sum({id(piece): piece.nbytes for piece in pieces if piece is not None}.values())
+        return list({id(piece): piece for piece in pieces if piece is not None}.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Of all packed weights."""
+        return sum(piece.nbytes for piece in self.packed)
 
 
 def load_weights(

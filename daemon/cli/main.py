@@ -27,6 +27,7 @@ _COMMANDS = {
     "stop": "control",
     "bench": "bench",
     "doctor": "doctor",
+    "tune": "tune",
 }
 
 

@@ -16,7 +16,7 @@ from quantd.kernels.gpu.dequantize import embedding
 from quantd.kernels.gpu.linear import FIRST_DOT, linear, linear_rounded, logits
 from quantd.kernels.gpu.norm import Rounded
 from quantd.kernels.gpu.rope import rope_kv_write
-from quantd.kernels.gpu.tuning import Tuning, gpu_of
+from quantd.kernels.gpu.tuning import Gpu, Tuning, gpu_of
 from quantd.kernels.gpu.weights import GpuWeight, pack
 from quantd.kernels.ops import Activation, AttentionInputs, HeadShape, KVLayer, QKNorm, RopeTable
 from quantd.kernels.reference import Activations
@@ -55,6 +55,11 @@ class GpuOps:
     def name(self) -> str:
         """Such as "gpu sm_90 fp16"."""
         return f"gpu sm_{self._tuning.gpu.capability} {_NAMES[self.dtype]}"
+
+    @property
+    def gpu(self) -> Gpu:
+        """What launches depend on."""
+        return self._tuning.gpu
 
     def pack(self, weight: Weight, bias: Tensor | None = None) -> GpuWeight:
         """Bring a weight, and its bias [N], to the GPU."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -15,6 +16,7 @@ from homes import share_kernels
 from quantd.daemon.cli.gpus import gpu_lines, gpu_problems, gpu_section
 from quantd.kernels.gpu.report import GpuDevice, GpuReport, collect, kernels_for
 
+DATA = Path(__file__).parents[1] / "data"
 TURING = GpuDevice(
     name="RTX 2070", capability=75, memory_total=8_000_000_000, memory_free=7_000_000_000, kernels="some"
 )
@@ -134,3 +136,18 @@ def test_doctor_has_the_section(quantd, environment: dict[str, str]) -> None:
     lines = quantd("doctor").stdout.partition("gpus:\n")[2].splitlines()
     assert lines[0].startswith("  driver     ")
     assert f"  triton     {metadata.version('triton')}" in lines
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_tune(
+    quantd, fixture_folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "tiny"
+    shutil.copytree(fixture_folders["autogptq-4b-g32-sym"], folder)
+    shutil.copy(next((DATA / "tokenizer").rglob("tokenizer.json")), folder)
+    assert quantd("import", str(folder)).returncode == 0
+    done = quantd("tune", "tiny", TRITON_INTERPRET="0")
+    assert done.returncode == 1
+    reason, error = done.stderr.splitlines()[-2:]
+    assert "the gpu backend cannot run here" in reason, done.stderr
+    assert error == "Error: tuning ended with status 1, for the reason above"

@@ -31,6 +31,11 @@ from quantd.engine.request import EmbeddingParams, Pooling, Request, SamplingPar
 from quantd.engine.runner import LeadingRunner, ModelRunner, Step, build_runner
 from quantd.engine.sampler import Sampler
 from quantd.engine.split import World
+from quantd.engine.tune import tune_model
+from quantd.kernels.gpu.ops import GpuOps
+from quantd.kernels.gpu.tiled import shape_of
+from quantd.kernels.gpu.tuning import Tuning, with_plan
+from quantd.kernels.gpu.weights import GpuWeight
 from quantd.quant.checkpoint import open_checkpoint
 from quantd.quant.kv import FORMATS, KVPool, KVShape
 
@@ -216,6 +221,27 @@ def test_steps_started_ahead_write_the_same_text(folder: Path) -> None:
     assert runner.ahead.count(True) >= 9
     in_turn = InProcessEngine(config_of(folder), ModelRunner(built._part, GpuSampler(), built.info))
     assert ahead == in_turn.serve(asked)
+
+
+def test_what_is_tuned_is_kept_and_used_by_the_next_load(folder: Path, tmp_path: Path) -> None:
+    """A plan for each shape once; the measure itself needs a GPU, so here it takes what it would find."""
+    seen = []
+
+    def measure(weight: GpuWeight, dtype: torch.dtype, tuning: Tuning) -> Tuning:
+        seen.append(shape_of(weight, dtype))
+        shipped = tuning.plan(seen[-1])
+        return with_plan(tuning, seen[-1], replace(shipped, splits=1))
+
+    config = config_of(folder, kernel_cache=str(tmp_path))
+    told = list(tune_model(config, measure))
+    assert [(tuned.done, tuned.total) for tuned in told] == [(i + 1, len(seen)) for i in range(len(seen))]
+    assert len(set(seen)) == len(seen) >= 3
+    assert {Path(tuned.path).parent for tuned in told} == {tmp_path}
+    runner = build(config)
+    ops = runner._part.decoder.ops
+    assert isinstance(ops, GpuOps)
+    assert set(ops._tuning.measured) == set(seen)
+    assert token_ids(InProcessEngine(config, runner).serve(requests(4)))
 
 
 class Graphs:
