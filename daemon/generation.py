@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Literal, Protocol, cast
 
 from quantd.daemon.errors import GenerationError
+from quantd.daemon.line_rules import LineLimit, LineRules
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.output_parser import OutputParser, Piece, PlainOutput, ToolCallDelta
 from quantd.daemon.text import StopStrings
@@ -29,7 +30,8 @@ class ScoredToken:
     """A token of the text with its log probability; None for the first of a prompt.
 
     data: the bytes that it adds to the text. shows: False for special tokens, which add none and have
-    their name there. top: bytes and log probability of the likeliest. offset: characters before it.
+    their name there. top: bytes and log probability of the likeliest, whose ids are top_ids. offset:
+    characters before it.
     """
 
     data: bytes
@@ -37,13 +39,17 @@ class ScoredToken:
     logprob: float | None
     top: tuple[tuple[bytes, float], ...]
     offset: int
+    id: int = -1
+    top_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Delta:
     """The next piece of one choice: a part of its content, of its reasoning or of a tool call.
 
-    The last one of each choice has its finish_reason, and stop_string where that ended it.
+    The last one of each choice has its finish_reason, and stop_string where that ended it. token_ids: those
+    drawn since the choice's last delta. num_prefilled: prompt tokens computed by now, in a delta without
+    anything else, where asked.
     """
 
     index: int
@@ -53,16 +59,23 @@ class Delta:
     reasoning: str = ""
     tool_call: ToolCallDelta | None = None
     stop_string: str | None = None
+    token_ids: tuple[int, ...] = ()
+    num_prefilled: int | None = None
 
 
 @dataclass(frozen=True)
 class Head:
-    """What is known of an answer when it starts. num_left_out: files that had no room in the prompt."""
+    """What is known of an answer when it starts.
+
+    context_len: tokens, prompt and answer, that a choice may have. num_left_out: files that had no room in
+    the prompt.
+    """
 
     id: str
     model: str
     num_choices: int
     prompt_tokens: int
+    context_len: int = 0
     num_left_out: int = 0
 
 
@@ -123,7 +136,17 @@ def score(tokenizer: Tokenizer, entry: TokenLogprob, offset: int, known: bool = 
         logprob=entry.logprob if known else None,
         top=tuple((tokenizer.token_bytes(token_id), logprob) for token_id, logprob in entry.top),
         offset=offset,
+        id=entry.token_id,
+        top_ids=tuple(token_id for token_id, _ in entry.top),
     )
+
+
+@dataclass(frozen=True)
+class _End:
+    """Why an answer ends."""
+
+    reason: Finish
+    stop_string: str | None = None
 
 
 class Choice:
@@ -137,6 +160,7 @@ class Choice:
         scored: bool,
         echo: Echo | None = None,
         parser: OutputParser | None = None,
+        lines: LineLimit | None = None,
     ) -> None:
         self.index = index
         self.num_tokens = 0
@@ -147,10 +171,12 @@ class Choice:
         self._tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(shown=self._parser.shown)
         self._stops = stops
+        self._lines = lines or LineRules().limit()
         self._scored = scored
         self._echo = echo
         self._decoded = self._released = 0 if echo is None else len(echo.text)
         self._waiting: deque[ScoredToken] = deque()
+        self._new_ids: list[int] = []
 
     def start(self) -> list[Delta]:
         """What can be said before any event."""
@@ -165,34 +191,45 @@ class Choice:
             raise GenerationError(event.error or "the engine ended the request")
         self.num_tokens += len(event.token_ids)
         self.num_cached = event.num_cached or self.num_cached
+        self._new_ids += event.token_ids
         if self._echo is not None:
             self._echo.add(event.prompt_logprobs)
         deltas = self.start()
-        text, met = self._take(event)
-        if met is not None or event.finish_reason is not None:
-            reason = "stop" if met is not None else cast(Finish, event.finish_reason)
-            return [*deltas, *self._finish(text, reason, met)]
+        if event.num_computed is not None:
+            deltas.append(Delta(self.index, num_prefilled=event.num_computed))
+        text, end = self._take(event)
+        if end is not None:
+            return [*deltas, *self._finish(text, end)]
+        if event.finish_reason is not None:
+            return [*deltas, *self._finish(text, _End(cast(Finish, event.finish_reason)), is_whole=True)]
         return [*deltas, *self._pieces(self._parser.feed(text), self._release(text))]
 
-    def _take(self, event: TokenEvent) -> tuple[str, str | None]:
-        """The text that an event sets free, and the stop string that was met. A stop token has no text."""
+    def _take(self, event: TokenEvent) -> tuple[str, _End | None]:
+        """The text that an event sets free, and why it ends the answer if so. A stop token has no text."""
         ids = event.token_ids[:-1] if event.finish_reason == "stop" else event.token_ids
         text = ""
         for place, token_id in enumerate(ids):
             if self._scored:
                 self._waiting.append(score(self._tokenizer, event.logprobs[place], self._decoded))
-            free, met = self._add(self._detokenizer.feed(token_id))
+            free, end = self._add(self._detokenizer.feed(token_id))
             text += free
-            if met is not None:
-                return text, met
+            if end is not None:
+                return text, end
         if event.finish_reason is None:
             return text, None
-        free, met = self._add(self._detokenizer.flush())
-        return text + free + (self._stops.flush() if met is None else ""), met
+        free, end = self._add(self._detokenizer.flush())
+        if end is not None:
+            return text + free, end
+        held, _ = self._lines.feed(self._stops.flush())
+        return text + free + held, None
 
-    def _add(self, piece: str) -> tuple[str, str | None]:
+    def _add(self, piece: str) -> tuple[str, _End | None]:
         self._decoded += len(piece)
-        return self._stops.feed(piece)
+        free, met = self._stops.feed(piece)
+        free, ends = self._lines.feed(free)
+        if ends:
+            return free, _End("length")
+        return free, None if met is None else _End("stop", met)
 
     def _pieces(self, pieces: Sequence[Piece], tokens: tuple[ScoredToken, ...]) -> list[Delta]:
         """A delta for each piece; the first of them has the tokens."""
@@ -200,21 +237,33 @@ class Choice:
         for piece in pieces or ((Piece(),) if tokens else ()):
             self._calls_tools = self._calls_tools or piece.tool_call is not None
             deltas.append(
-                Delta(self.index, piece.text, tokens, reasoning=piece.reasoning, tool_call=piece.tool_call)
+                Delta(
+                    self.index,
+                    piece.text,
+                    tokens,
+                    reasoning=piece.reasoning,
+                    tool_call=piece.tool_call,
+                    token_ids=self._take_ids(),
+                )
             )
             tokens = ()
         return deltas
 
-    def _finish(self, text: str, reason: Finish, met: str | None) -> list[Delta]:
+    def _take_ids(self) -> tuple[int, ...]:
+        ids, self._new_ids = tuple(self._new_ids), []
+        return ids
+
+    def _finish(self, text: str, end: _End, is_whole: bool = False) -> list[Delta]:
+        """The last deltas. is_whole: no text was cut off."""
         self.finished = True
         tokens = self._release(text)
-        if met is None:
+        if is_whole:
             tokens += tuple(self._waiting)
         pieces = (*self._parser.feed(text), *self._parser.flush())
-        *deltas, last = self._pieces(pieces, tokens) or [Delta(self.index)]
-        if reason == "stop" and self._calls_tools:
-            reason = "tool_calls"
-        return [*deltas, replace(last, finish_reason=reason, stop_string=met)]
+        deltas = self._pieces(pieces, tokens) or [Delta(self.index, token_ids=self._take_ids())]
+        calls_tools = end.reason == "stop" and self._calls_tools
+        reason: Finish = "tool_calls" if calls_tools else end.reason
+        return [*deltas[:-1], replace(deltas[-1], finish_reason=reason, stop_string=end.stop_string)]
 
     def _release(self, text: str) -> tuple[ScoredToken, ...]:
         self._released += len(text)
@@ -260,37 +309,44 @@ class _Alarm:
         self._timer = self._loop.call_at(self._heard + self._seconds, self._ring)
 
 
+class _Clock:
+    """When a choice started, had its first token and its latest; seconds, of time.monotonic."""
+
+    def __init__(self) -> None:
+        self.started = self.latest = time.monotonic()
+        self.first: float | None = None
+
+    def note(self) -> None:
+        """Note that a token came, or the end."""
+        self.latest = time.monotonic()
+        self.first = self.latest if self.first is None else self.first
+
+
 class Generation:
     """An answer under way: an async iterator of Delta, and an async context that ends it.
 
-    Leaving the context aborts what still runs. model: the name that answers. jobs: the engine request of
-    each choice, n in a row for each prompt. on_close: called once at the end. num_left_out: see Head.
+    Leaving the context aborts what still runs. jobs: the engine request of each choice, n in a row for each
+    prompt. on_close: called once at the end.
     """
 
     def __init__(
         self,
-        id: str,
-        model: str,
+        head: Head,
         source: TokenSource,
         jobs: Sequence[tuple[Request, Choice]],
         n: int,
         metrics: Metrics,
         on_close: Callable[[], None],
         load_seconds: float = 0.0,
-        num_left_out: int = 0,
     ) -> None:
-        self.id = id
-        self.model = model
+        self.head = head
         self._source = source
         self._jobs = jobs
         self._n = n
         self._metrics = metrics
         self._on_close = on_close
         self._load_seconds = load_seconds
-        self._num_left_out = num_left_out
-        self._started = time.monotonic()
-        self._first: float | None = None
-        self._latest = self._started
+        self._clocks = [_Clock() for _ in jobs]
         self._unfinished = len(jobs)
         self._ready: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._pump(request, choice)) for request, choice in jobs]
@@ -300,26 +356,35 @@ class Generation:
         return len(self._jobs)
 
     @property
-    def head(self) -> Head:
-        """What is known from the start."""
-        return Head(self.id, self.model, len(self._jobs), self._prompt_tokens(), self._num_left_out)
-
-    def _prompt_tokens(self) -> int:
-        return sum(len(request.prompt) for request, _ in self._jobs[:: self._n])
-
-    @property
     def usage(self) -> Usage:
         """So far; complete once the iteration is over."""
-        firsts = self._jobs[:: self._n]
-        first = self._latest if self._first is None else self._first
+        latest = max(clock.latest for clock in self._clocks)
+        first = min((clock.first for clock in self._clocks if clock.first is not None), default=latest)
         return Usage(
-            prompt_tokens=self._prompt_tokens(),
+            prompt_tokens=self.head.prompt_tokens,
             completion_tokens=sum(choice.num_tokens for _, choice in self._jobs),
-            cached_tokens=sum(choice.num_cached for _, choice in firsts),
+            cached_tokens=sum(choice.num_cached for _, choice in self._jobs[:: self._n]),
             load_seconds=self._load_seconds,
-            prompt_seconds=first - self._started,
-            decode_seconds=self._latest - first,
+            prompt_seconds=first - self._clocks[0].started,
+            decode_seconds=latest - first,
         )
+
+    def usage_of(self, index: int) -> Usage:
+        """That of one choice so far."""
+        (request, choice), clock = self._jobs[index], self._clocks[index]
+        first = clock.latest if clock.first is None else clock.first
+        return Usage(
+            prompt_tokens=len(request.prompt),
+            completion_tokens=choice.num_tokens,
+            cached_tokens=choice.num_cached,
+            load_seconds=self._load_seconds,
+            prompt_seconds=first - clock.started,
+            decode_seconds=clock.latest - first,
+        )
+
+    def request(self, index: int) -> Request:
+        """What an engine was asked for a choice."""
+        return self._jobs[index][0]
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -370,13 +435,8 @@ class Generation:
         finally:
             self._on_close()
 
-    def _note_time(self) -> None:
-        self._latest = time.monotonic()
-        if self._first is None:
-            self._first = self._latest
-
     async def _pump(self, request: Request, choice: Choice) -> None:
-        timer = self._metrics.timer(self.model)
+        timer, clock = self._metrics.timer(self.head.model), self._clocks[choice.index]
         reason = "abort"
         try:
             for delta in choice.start():
@@ -384,7 +444,8 @@ class Generation:
             async with aclosing(self._source.generate(request)) as events:
                 async for event in events:
                     timer.tokens(len(event.token_ids))
-                    self._note_time()
+                    if event.token_ids or event.finish_reason is not None:
+                        clock.note()
                     for delta in choice.feed(event):
                         self._ready.put_nowait(delta)
                         reason = delta.finish_reason or reason
@@ -420,6 +481,7 @@ class Answer:
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
     stop_string: str | None = None
+    token_ids: list[int] = field(default_factory=list)
 
 
 async def collect(generation: Generation) -> list[Answer]:
@@ -439,6 +501,7 @@ def _fold(index: int, deltas: Sequence[Delta]) -> Answer:
         reasoning="".join(delta.reasoning for delta in deltas),
         tool_calls=_fold_calls([delta.tool_call for delta in deltas if delta.tool_call is not None]),
         stop_string=deltas[-1].stop_string,
+        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
     )
 
 

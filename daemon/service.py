@@ -25,8 +25,9 @@ from quantd.daemon.embeddings import (
     token_ids,
 )
 from quantd.daemon.errors import OverloadedError
-from quantd.daemon.generation import Choice, Echo, Generation, Usage
+from quantd.daemon.generation import Choice, Echo, Generation, Head, Usage
 from quantd.daemon.infill import InfillPrompt, InfillText, InfillWriter
+from quantd.daemon.line_rules import LineRules
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.model_files import USUAL_SAMPLING
 from quantd.daemon.models import LoadedModel, Models
@@ -58,7 +59,8 @@ class Options:
     cached prefixes only under the same salt. constraint: what the answer must be. context_len: tokens,
     prompt and answer, that this request may have at most, if fewer than the model's. usual: sampling for
     open fields of models whose authors say nothing of it. keep_alive: seconds that the model is to stay
-    in memory afterwards, see KeepAlive.
+    in memory afterwards, see KeepAlive. biased_texts: logit biases of all tokens of a text. lines: how lines
+    may end the answer. reports_progress: deltas are to tell how far the prompt is computed.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -71,6 +73,9 @@ class Options:
     constraint: Constraint | None = None
     context_len: int | None = None
     keep_alive: float | None = None
+    biased_texts: Mapping[str, float] = field(default_factory=dict)
+    lines: LineRules = field(default_factory=LineRules)
+    reports_progress: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,10 +112,13 @@ class ChatRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionRequest:
-    """Raw prompts, texts or token ids, to go on with. echo: repeat each prompt before its answer."""
+    """Raw prompts to go on with. echo: repeat each prompt before its answer.
+
+    prompts: texts, token ids, or pieces of both that follow each other.
+    """
 
     model: str | None
-    prompts: Sequence[str | list[int]]
+    prompts: Sequence[str | Sequence[int | str]]
     echo: bool = False
     options: Options = Options()
 
@@ -299,23 +307,24 @@ class Service:
                 prompt=ids,
                 sampling=_sampling(options, model, number, echoed is not None, len(ids)),
                 salt=options.cache_salt,
+                reports_progress=options.reports_progress,
             )
             model.engine.info.check_request(request, options.context_len)
             scored = request.sampling.logprobs is not None
             echo = None if echoed is None else Echo(model.tokenizer, ids, echoed[place], scored)
-            jobs.append((request, Choice(index, model.tokenizer, stops.restarted(), scored, echo)))
+            lines = options.lines.limit()
+            choice = Choice(index, model.tokenizer, stops.restarted(), scored, echo, lines=lines)
+            jobs.append((request, choice))
         on_close = held.pop_all().close
-        return Generation(
-            generation_id,
-            model.name,
-            model.engine,
-            jobs,
-            options.n,
-            self.metrics,
-            on_close,
-            load_seconds,
-            prompts.num_left_out,
+        head = Head(
+            id=generation_id,
+            model=model.name,
+            num_choices=len(jobs),
+            prompt_tokens=sum(map(len, prompts.ids)),
+            context_len=_context_len(model, options),
+            num_left_out=prompts.num_left_out,
         )
+        return Generation(head, model.engine, jobs, options.n, self.metrics, on_close, load_seconds)
 
 
 def _completed(options: Options, preset: Preset) -> Options:
@@ -339,12 +348,18 @@ def _sampling(
     defaults: dict[str, Any] = {name: known[name] for name in options.open & known.keys()}
     sampling = msgspec.structs.replace(options.sampling, **defaults)
     vocab_size = model.engine.info.vocab_size
+    bias = {
+        token_id: bias
+        for text, bias in options.biased_texts.items()
+        for token_id in model.tokenizer.encode(text)
+    }
     ends = tuple(
         end for end in sorted(model.tokenizer.end_ids) if end < vocab_size and not options.ignore_eos
     )
     return msgspec.structs.replace(
         sampling,
         seed=None if sampling.seed is None else _wrap_int64(sampling.seed, number),
+        logit_bias=bias | sampling.logit_bias,
         max_tokens=_max_tokens(sampling.max_tokens, options.context_len, prompt_len),
         stop_token_ids=tuple(dict.fromkeys(ends + sampling.stop_token_ids)),
         prompt_logprobs=sampling.logprobs if echo else None,
@@ -452,11 +467,18 @@ def _infill_options(model: LoadedModel, writer: InfillWriter, request: InfillReq
     return replace(options, sampling=sampling, stop=options.stop + stops)
 
 
-async def _raw_prompts(tokenizer: Tokenizer, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-    def encode() -> list[list[int]]:
-        return [tokenizer.encode(item, raw=True) if isinstance(item, str) else item for item in prompts]
+async def _raw_prompts(tokenizer: Tokenizer, prompts: Sequence[str | Sequence[int | str]]) -> list[list[int]]:
+    pieces = [[prompt] if isinstance(prompt, str) else prompt for prompt in prompts]
+    size = sum(len(item) for items in pieces for item in items if isinstance(item, str))
+    return await _in_time(size, lambda: [_raw_prompt(tokenizer, items) for items in pieces])
 
-    return await _in_time(sum(len(item) for item in prompts if isinstance(item, str)), encode)
+
+def _raw_prompt(tokenizer: Tokenizer, pieces: Sequence[int | str]) -> list[int]:
+    """Pieces in tokens. What goes before a raw text goes before those that begin with one."""
+    ids: list[int] = []
+    for place, item in enumerate(pieces):
+        ids += tokenizer.encode(item, raw=place == 0) if isinstance(item, str) else (item,)
+    return ids
 
 
 async def _in_time(num_characters: int, work: Callable[[], Result]) -> Result:

@@ -96,7 +96,8 @@ class EmbeddingParams(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, and one continuation of it or, with max_tokens 0, its embedding.
 
-    salt: requests share cached blocks only within a salt.
+    salt: requests share cached blocks only within a salt. reports_progress: each step on the prompt is to be
+    told of.
     """
 
     id: str
@@ -104,6 +105,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     salt: str = ""
     embedding: EmbeddingParams | None = None
+    reports_progress: bool = False
 
     @property
     def draws(self) -> bool:
@@ -125,8 +127,9 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: new tokens, a stop id included. logprobs: one per new token where asked.
     prompt_logprobs: entries for the next prompt positions, in order from position 1, as chunks are
     computed. embedding: where asked, little-endian float32. num_cached: prompt tokens taken from
-    the prefix cache, in the first event only. finish_reason ends the request; `error` says why where it is
-    "error".
+    the prefix cache, in the first event only. num_computed: where asked, prompt tokens that are computed or
+    were cached, in each event up to the first token's; so is num_cached there. finish_reason ends the
+    request; `error` says why where it is "error".
     """
 
     request_id: str
@@ -135,5 +138,6 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprob] = []
     embedding: bytes | None = None
     num_cached: int | None = None
+    num_computed: int | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None

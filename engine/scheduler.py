@@ -247,6 +247,7 @@ class Scheduler:
         if output.error is not None:
             return self._fail(state, output.error)
         is_first = not state.output and not state.num_prompt_logprobs
+        reports = state.request.reports_progress and not state.output
         state.num_computed = entry.start + entry.num_tokens
         state.num_prompt_logprobs += len(output.prompt_logprobs)
         state.hidden_sum = output.hidden_sum
@@ -254,7 +255,7 @@ class Scheduler:
         assert token_ids or not entry.samples, f"no token was drawn for request {state.id}"
         if reason is not None:
             self._remove(state)
-        elif not token_ids and not output.prompt_logprobs:
+        elif not token_ids and not output.prompt_logprobs and not reports:
             return None
         return TokenEvent(
             request_id=state.id,
@@ -263,6 +264,7 @@ class Scheduler:
             prompt_logprobs=output.prompt_logprobs,
             embedding=output.embedding,
             num_cached=state.num_cached if is_first else None,
+            num_computed=entry.start + entry.num_tokens if reports else None,
             finish_reason=reason,
         )
 

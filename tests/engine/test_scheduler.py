@@ -1,6 +1,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
+import msgspec
 import numpy as np
 import pytest
 from fakes import (
@@ -225,6 +226,18 @@ def test_max_tokens_zero_computes_the_prompt_only() -> None:
     assert engine.output("a") == []
     assert [entry.samples for plan in engine.runner.plans for entry in plan.entries] == [False] * 3
     assert reported_positions(engine, "a") == prompt_of(19)[1:]
+
+
+def test_a_request_is_told_how_far_its_prompt_is_if_it_asks() -> None:
+    engine = Engine(max_num_tokens=8)
+    engine.add(make_request("first", prompt_of(8), max_tokens=0))
+    engine.finish()
+    request = make_request("asks", prompt_of(26), max_tokens=3)
+    engine.add(msgspec.structs.replace(request, reports_progress=True))
+    engine.finish()
+    told = [(event.num_computed, event.num_cached, len(event.token_ids)) for event in engine.events["asks"]]
+    assert told == [(16, 8, 0), (24, 8, 0), (26, 8, 1), (None, None, 1), (None, None, 1)]
+    assert engine.output("asks") == continuation(request, engine.info)[0]
 
 
 def reported_positions(engine: Engine, name: str) -> list[int]:
