@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from quantd.daemon.background import Background
 from quantd.daemon.control import Control
 from quantd.daemon.guard import refuse_foreign_sites
+from quantd.daemon.response_store import ResponseStore
 from quantd.daemon.routes.anthropic import ANTHROPIC_ROUTES
 from quantd.daemon.routes.control import CONTROL_ROUTES
-from quantd.daemon.routes.keys import CONTROL, SERVICE, TIMING
+from quantd.daemon.routes.keys import BACKGROUND, CONTROL, RESPONSES, SERVICE, TIMING
 from quantd.daemon.routes.models import MODEL_ROUTES
 from quantd.daemon.routes.openai import OPENAI_ROUTES
+from quantd.daemon.routes.responses import RESPONSES_ROUTES
 from quantd.daemon.routes.route import Route
 from quantd.daemon.service import Service
 from quantd.daemon.wire import anthropic
@@ -19,7 +22,7 @@ from quantd.daemon.wire.stream import DEFAULT_TIMING, Timing
 
 MAX_BODY = 64 * 2**20
 
-ROUTES = (*CONTROL_ROUTES, *MODEL_ROUTES, *OPENAI_ROUTES, *ANTHROPIC_ROUTES)
+ROUTES = (*CONTROL_ROUTES, *MODEL_ROUTES, *OPENAI_ROUTES, *ANTHROPIC_ROUTES, *RESPONSES_ROUTES)
 _ERROR_SHAPES = {route.handler: route.errors for route in ROUTES}
 
 
@@ -30,10 +33,17 @@ def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING
     app[CONTROL] = control
     app[TIMING] = timing
     app[ERROR_SHAPE] = error_shape
+    app[RESPONSES] = ResponseStore()
+    app[BACKGROUND] = Background()
+    app.on_cleanup.append(_end_background)
     app.on_response_prepare.append(name_answer)
     for route in ROUTES:
         _add_route(app, route)
     return app
+
+
+async def _end_background(app: web.Application) -> None:
+    await app[BACKGROUND].close()
 
 
 def make_runner(app: web.Application) -> web.AppRunner:

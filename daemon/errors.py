@@ -1,10 +1,19 @@
 """What the daemon itself can refuse. `wire/` turns the whole family into each dialect's errors."""
 
+from quantd.engine.errors import RequestError
 from quantd.kernels.errors import QuantdError
 
 
 class ModelNotFoundError(QuantdError):
     """No model of this name is in the store."""
+
+
+class ResponseNotFoundError(QuantdError):
+    """No response, or no item of one, with this id is stored."""
+
+
+class PreviousResponseError(RequestError):
+    """A response is to go on from one that is not stored."""
 
 
 class StoreError(QuantdError):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from aiohttp import web
 
+from quantd.daemon.background import Background
 from quantd.daemon.control import Control
+from quantd.daemon.response_store import ResponseStore
 from quantd.daemon.service import Service
 from quantd.daemon.wire.stream import Timing
 
 SERVICE = web.AppKey("service", Service)
 CONTROL = web.AppKey("control", Control)
+RESPONSES = web.AppKey("responses", ResponseStore)
+BACKGROUND = web.AppKey("background", Background)
 TIMING = web.AppKey("timing", Timing)

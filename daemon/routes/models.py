@@ -11,7 +11,8 @@ from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.routes.keys import SERVICE
 from quantd.daemon.routes.route import Route
 from quantd.daemon.wire import anthropic, openai
-from quantd.daemon.wire.anthropic_request import page_query
+from quantd.daemon.wire.anthropic_request import PageQuery
+from quantd.daemon.wire.body import read_query
 from quantd.daemon.wire.errors import json_response
 
 
@@ -19,7 +20,7 @@ async def list_models(request: web.Request) -> web.StreamResponse:
     """GET /v1/models"""
     models = list(_models(request).values())
     if anthropic.VERSION_HEADER in request.headers:
-        return json_response(anthropic.page_object(models, page_query(request.query)))
+        return json_response(anthropic.page_object(models, read_query(request, PageQuery)))
     return json_response({"object": "list", "data": models})
 
 

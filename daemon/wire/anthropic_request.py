@@ -8,7 +8,6 @@ Anthropic's servers run, or whose schema only its models know, are not offered t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -164,11 +163,3 @@ class PageQuery(msgspec.Struct, frozen=True):
     limit: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 20
     after_id: str | None = None
     before_id: str | None = None
-
-
-def page_query(query: Mapping[str, str]) -> PageQuery:
-    """The page that a query asks for. Raises RequestError."""
-    try:
-        return msgspec.convert(dict(query), PageQuery, strict=False)
-    except msgspec.ValidationError as error:
-        raise RequestError(f"invalid query: {error}", "limit") from None

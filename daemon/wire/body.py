@@ -39,6 +39,14 @@ async def read_body(request: web.Request, body: type[Body]) -> Body:
     return parse(await read_data(request), body)
 
 
+def read_query(request: web.Request, query: type[Body]) -> Body:
+    """The query of a request's URL as this type. Raises RequestError."""
+    try:
+        return msgspec.convert(dict(request.query), query, strict=False)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"invalid query: {error}", _param(str(error))) from None
+
+
 def parse(data: bytes, body: type[Body]) -> Body:
     """JSON of this type. Raises RequestError naming the field at fault."""
     try:

@@ -14,7 +14,12 @@ from typing import Any, TypeAlias
 import msgspec
 from aiohttp import web
 
-from quantd.daemon.errors import ModelNotFoundError, OverloadedError
+from quantd.daemon.errors import (
+    ModelNotFoundError,
+    OverloadedError,
+    PreviousResponseError,
+    ResponseNotFoundError,
+)
 from quantd.engine.errors import CapacityError, ContextLengthError, EngineDiedError, RequestError
 from quantd.kernels.errors import QuantdError
 from quantd.quant.errors import CheckpointError, UnsupportedModelError
@@ -55,8 +60,10 @@ _TOLD_HEADERS = ("Allow", "Accept-Encoding")
 # The first row that an error is an instance of counts.
 _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
+    (PreviousResponseError, 400, "invalid_request_error", "previous_response_not_found"),
     (RequestError, 400, "invalid_request_error", None),
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
+    (ResponseNotFoundError, 404, "invalid_request_error", None),
     (OverloadedError, 429, "rate_limit_error", "overloaded"),
     (CapacityError, 503, "server_error", "insufficient_memory"),
     (EngineDiedError, 503, "server_error", "engine_died"),

@@ -10,8 +10,10 @@ from typing import Any
 import anthropic as sdk
 import httpx2
 import pytest
-from hypothesis import given
+from answers import DELTAS, answers
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from quantd.daemon.generation import Delta, Head, Usage
 from quantd.daemon.output_parser import ToolCallDelta
@@ -23,16 +25,7 @@ from quantd.engine.errors import ContextLengthError
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 HEAD = Head("1", "tiny", 1, 7)
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
-DELTAS = (
-    Delta(0, reasoning="Let me "),
-    Delta(0, reasoning="look."),
-    Delta(0, "I look"),
-    Delta(0, " it up."),
-    Delta(0, tool_call=ToolCallDelta(0, "call_a", "read_gauge")),
-    Delta(0, tool_call=ToolCallDelta(0, arguments='{"n"')),
-    Delta(0, tool_call=ToolCallDelta(0, arguments=": 4}")),
-    Delta(0, tool_call=ToolCallDelta(1, "call_b", "stop", "{}"), finish_reason="tool_calls"),
-)
+EVENT: TypeAdapter[Any] = TypeAdapter(sdk.types.RawMessageStreamEvent)
 
 
 def frames_of(deltas: Sequence[Delta], caches: bool = True) -> list[bytes]:
@@ -57,8 +50,9 @@ def events_of(frames: Sequence[bytes]) -> list[Any]:
         name, data = frame.decode().removesuffix("\n\n").split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        events.append(event)
-    return [event for event in events if event != {"type": "ping"}]
+        if event != {"type": "ping"}:
+            events.append(event)
+    return events
 
 
 @pytest.fixture(scope="module")
@@ -89,27 +83,7 @@ def test_shapes(name: str, made: Any) -> None:
     assert made == json.loads((GOLDEN / f"anthropic_{name}.json").read_text())
 
 
-ARGUMENTS = st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=2)
-
-
-@st.composite
-def answers(draw: st.DrawFn) -> list[Delta]:
-    """Deltas as a parser gives them: text and reasoning in any order, calls in parts, one after another."""
-    deltas, calls = [], 0
-    for kind in draw(st.lists(st.sampled_from(["text", "reasoning", "call"]), max_size=8)):
-        if kind != "call":
-            deltas.append(Delta(0, **{kind: draw(st.text(min_size=1, max_size=4))}))
-            continue
-        arguments = json.dumps(draw(ARGUMENTS))
-        cut = draw(st.integers(0, len(arguments)))
-        deltas.append(Delta(0, tool_call=ToolCallDelta(calls, f"call_{calls}", "f", arguments[:cut])))
-        deltas.append(Delta(0, tool_call=ToolCallDelta(calls, arguments=arguments[cut:])))
-        calls += 1
-    stop_string = draw(st.none() | st.just("END"))
-    reason = "stop" if stop_string else draw(st.sampled_from(["stop", "length", "tool_calls"]))
-    return [*deltas, Delta(0, finish_reason=reason, stop_string=stop_string)]
-
-
+@settings(deadline=None)
 @given(deltas=answers(), caches=st.booleans())
 def test_a_stream_adds_up_to_the_whole_reply(
     replayed: Callable[[Sequence[bytes]], sdk.types.Message], deltas: list[Delta], caches: bool
@@ -117,6 +91,8 @@ def test_a_stream_adds_up_to_the_whole_reply(
     frames = frames_of(deltas, caches)
     expected = sdk.types.Message.model_validate(whole(deltas, caches)).to_dict(exclude_none=True)
     assert replayed(frames).to_dict(exclude_none=True) == expected
+    for event in events_of(frames):
+        EVENT.validate_python(event)
     opened: int | None = None
     count = 0
     for event in events_of(frames)[1:-2]:

@@ -45,6 +45,7 @@ LONG_REQUESTS = [
     (CHAT, {"max_tokens": 400}),
     (CHAT, {"max_tokens": 400, "n": 4}),
     ("/v1/messages", {"max_tokens": 400}),
+    ("/v1/responses", {"input": "hi", "max_output_tokens": 400}),
 ]
 
 

@@ -14,13 +14,13 @@ from daemon_in_loop import Daemon, in_loop, running_daemon
 from quantd.daemon.app import MAX_BODY
 from quantd.daemon.wire.encodings import zstd
 
-HI = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+HI = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], "input": "hi"}
 ENCODINGS: dict[str, Callable[[bytes], bytes]] = {
     "zstd": zstd.compress,
     "gzip": gzip.compress,
     "deflate": zlib.compress,
 }
-PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens")
+PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
 
 
 async def send(daemon: Daemon, path: str, data: bytes, encoding: str) -> int:

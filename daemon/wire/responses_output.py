@@ -1,0 +1,130 @@
+"""Sections of an answer as items of OpenAI's Responses, and the events that tell them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias
+
+from quantd.daemon.response_store import Item
+from quantd.daemon.sections import Kind, Section
+
+Event: TypeAlias = tuple[str, dict[str, Any]]
+"""The type of an event and its own fields."""
+
+Status: TypeAlias = Literal["in_progress", "completed", "incomplete"]
+
+
+class ItemForm(Protocol):
+    """How a section is told. prefix: of the item's id. content None: the item has just begun."""
+
+    @property
+    def prefix(self) -> str: ...
+
+    def item(self, section: Section, content: str | None) -> Item: ...
+
+    def opening(self) -> Sequence[Event]:
+        """The events between the item's own and its first delta."""
+
+    def delta(self, part: str) -> Event: ...
+
+    def closing(self, text: str) -> Sequence[Event]:
+        """The events between its last delta and the item's own."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A text in an item. kind: the part's type. index: what its place is called. text, part: its events.
+
+    extras: further fields of a part, and of the events of its text.
+    """
+
+    kind: str
+    index: str
+    text: str
+    part: str
+    part_extras: Mapping[str, Any] = field(default_factory=dict)
+    text_extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def whole(self, text: str) -> dict[str, Any]:
+        return {"type": self.kind, "text": text} | dict(self.part_extras)
+
+    def opening(self) -> Sequence[Event]:
+        return ((f"{self.part}.added", {self.index: 0, "part": self.whole("")}),)
+
+    def delta(self, part: str) -> Event:
+        return f"{self.text}.delta", {self.index: 0, "delta": part} | dict(self.text_extras)
+
+    def closing(self, text: str) -> Sequence[Event]:
+        return (
+            (f"{self.text}.done", {self.index: 0, "text": text} | dict(self.text_extras)),
+            (f"{self.part}.done", {self.index: 0, "part": self.whole(text)}),
+        )
+
+
+_OUTPUT = _Part(
+    "output_text",
+    "content_index",
+    "response.output_text",
+    "response.content_part",
+    {"annotations": [], "logprobs": []},
+    {"logprobs": []},
+)
+_REASONING = _Part("reasoning_text", "content_index", "response.reasoning_text", "response.content_part")
+_SUMMARY = _Part(
+    "summary_text",
+    "summary_index",
+    "response.reasoning_summary_text",
+    "response.reasoning_summary_part",
+)
+
+
+@dataclass(frozen=True)
+class _TextForm:
+    """An item with one text. field: where that is; fields: what else the item holds."""
+
+    prefix: str
+    field: str
+    text: _Part
+    fields: Mapping[str, Any]
+
+    def item(self, section: Section, content: str | None) -> Item:
+        parts = [] if content is None else [self.text.whole(content)]
+        return dict(self.fields) | {self.field: parts}
+
+    def opening(self) -> Sequence[Event]:
+        return self.text.opening()
+
+    def delta(self, part: str) -> Event:
+        return self.text.delta(part)
+
+    def closing(self, text: str) -> Sequence[Event]:
+        return self.text.closing(text)
+
+
+class _CallForm:
+    prefix = "fc"
+
+    def item(self, section: Section, content: str | None) -> Item:
+        call = {"call_id": section.call_id, "name": section.name, "arguments": content or ""}
+        return {"type": "function_call"} | call
+
+    def opening(self) -> Sequence[Event]:
+        return ()
+
+    def delta(self, part: str) -> Event:
+        return "response.function_call_arguments.delta", {"delta": part}
+
+    def closing(self, text: str) -> Sequence[Event]:
+        return (("response.function_call_arguments.done", {"arguments": text}),)
+
+
+_MESSAGE = _TextForm("msg", "content", _OUTPUT, {"type": "message", "role": "assistant"})
+_REASONING_ITEM: Item = {"type": "reasoning", "summary": [], "content": [], "encrypted_content": None}
+
+
+def item_forms(summarizes: bool) -> Mapping[Kind, ItemForm]:
+    """The form of each kind of section. summarizes: reasoning is told as its own summary."""
+    field, text = ("summary", _SUMMARY) if summarizes else ("content", _REASONING)
+    reasoning = _TextForm("rs", field, text, _REASONING_ITEM)
+    return {"content": _MESSAGE, "reasoning": reasoning, "tool_call": _CallForm()}

@@ -1,0 +1,186 @@
+"""OpenAI's Responses request bodies, parsed strictly and turned into neutral requests.
+
+Source: OpenAI API reference, responses, and what Codex sends. null means the default, unknown fields are
+ignored, and what would change the answer but is not supported is refused by name. Own rules: only function
+tools are offered to the model; truncation "auto" is taken, but nothing is ever cut; a schema is always
+enforced; reasoning.effort "none" asks for no reasoning, any other leaves it to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+
+from quantd.daemon.response_store import Item
+from quantd.daemon.service import ChatRequest, Options, ToolChoice
+from quantd.daemon.wire.body import refuse_unsupported, sampling
+from quantd.daemon.wire.responses_input import Content, neutral_messages
+from quantd.engine.errors import RequestError
+
+
+class Reasoning(msgspec.Struct, frozen=True, omit_defaults=True):
+    effort: str | None = None
+    summary: str | None = None
+
+
+class TextFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    format: TextFormat | None = None
+
+
+class ToolBody(msgspec.Struct, frozen=True):
+    """A tool; one of type function is the client's own."""
+
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def neutral(self, where: str) -> dict[str, Any]:
+        """The tool in OpenAI's form for chats. Raises RequestError."""
+        if self.name is None:
+            raise RequestError(f"{where}.name is missing", f"{where}.name")
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        if self.strict is not None:
+            function["strict"] = self.strict
+        return {"type": "function", "function": function}
+
+
+Mode: TypeAlias = Literal["none", "auto", "required"]
+
+
+class ToolChoiceBody(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One tool that has to be called, or those that may be."""
+
+    type: str
+    name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[ToolBody] | None = None
+
+
+class CountBody(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation; what responses/input_tokens takes."""
+
+    model: str | None = None
+    input: Content | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: Mode | ToolChoiceBody | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+    def neutral(self, items: Sequence[Item], num_earlier: int) -> ChatRequest:
+        """The neutral request about these items, the first of which are earlier ones. Raises RequestError."""
+        refuse_unsupported(self, ("conversation", "prompt"))
+        if not items:
+            raise RequestError("input must hold at least one item", "input")
+        tools = _offered(self.tools or (), self.tool_choice)
+        return ChatRequest(
+            model=self.model,
+            messages=neutral_messages(self.instructions, items, num_earlier),
+            tools=tools or None,
+            tool_choice=_tool_choice(self.tool_choice, tools),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            thinking=False if self.reasoning is not None and self.reasoning.effort == "none" else None,
+            options=self._options(),
+        )
+
+    def _options(self) -> Options:
+        return Options()
+
+
+class ResponsesBody(CountBody, frozen=True, kw_only=True):
+    """A conversation to go on with."""
+
+    stream: bool | None = None
+    store: bool | None = None
+    background: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
+    def stored(self) -> bool:
+        """Whether the client may come back to the response."""
+        return self.store is not False
+
+    @property
+    def summarizes(self) -> bool:
+        """Whether reasoning is to be told as a summary, for clients that show only those."""
+        return self.reasoning is not None and self.reasoning.summary not in (None, "none")
+
+    def _options(self) -> Options:
+        self._refuse_unsupported()
+        limit = self.max_output_tokens
+        if limit is not None and not 1 <= limit < 2**31:
+            raise RequestError(f"max_output_tokens must be at least 1, got {limit}", "max_output_tokens")
+        given = {"temperature": self.temperature, "top_p": self.top_p}
+        params, left_open = sampling(given, max_tokens=limit)
+        return Options(sampling=params, open=left_open)
+
+    def _refuse_unsupported(self) -> None:
+        if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
+            raise RequestError("top_logprobs: ask for them by chat/completions", "top_logprobs")
+        if self.background and self.stream:
+            raise RequestError("background: a response in the background cannot be streamed", "background")
+        if self.background and not self.stored:
+            raise RequestError("background: a response in the background has to be stored", "background")
+
+
+def _offered(tools: Sequence[ToolBody], choice: Mode | ToolChoiceBody | None) -> list[dict[str, Any]]:
+    """The function tools that may be called, in OpenAI's form for chats. Raises RequestError."""
+    found = [tool.neutral(f"tools[{i}]") for i, tool in enumerate(tools) if tool.type == "function"]
+    if not isinstance(choice, ToolChoiceBody) or choice.type != "allowed_tools":
+        return found
+    allowed = {tool.name for tool in choice.tools or () if tool.type == "function"}
+    return [tool for tool in found if tool["function"]["name"] in allowed]
+
+
+def _tool_choice(choice: Mode | ToolChoiceBody | None, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
+    """Raises RequestError for a choice that leaves nothing to call."""
+    if not isinstance(choice, ToolChoiceBody):
+        mode, name = choice or "auto", None
+    elif choice.type == "function":
+        mode, name = "required", choice.name
+    elif choice.type == "allowed_tools":
+        mode, name = choice.mode or "auto", None
+    else:
+        what = f"tools of type {choice.type!r} are not offered to the model"
+        raise RequestError(f"tool_choice: {what}", "tool_choice")
+    names = [tool["function"]["name"] for tool in tools]
+    if mode == "required" and (not names or name not in (None, *names)):
+        what = "no tool" if name is None else f"no tool named {name!r}"
+        raise RequestError(f"tool_choice: {what} is offered to the model", "tool_choice")
+    return ToolChoice(mode, name)
+
+
+class ItemQuery(msgspec.Struct, frozen=True):
+    """Which page of a response's input items; the latest come first unless told otherwise."""
+
+    limit: Annotated[int, msgspec.Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None

@@ -1,0 +1,166 @@
+"""The Responses of the official `openai` package against the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from daemon_in_loop import Daemon, in_loop, running_daemon
+from test_openai_sdk import async_client, with_sync
+
+from quantd.daemon.wire.stream import Timing
+
+HI: dict[str, Any] = {"model": "tiny", "input": "hi", "max_output_tokens": 9}
+
+
+@contextlib.asynccontextmanager
+async def daemon_and_client(
+    transport: str = "unix", **daemon: Any
+) -> AsyncIterator[tuple[Daemon, openai.AsyncOpenAI]]:
+    async with running_daemon(**daemon) as running, async_client(running, transport) as client:
+        yield running, client
+
+
+def answer(daemon: Daemon, text: str) -> None:
+    """Make the engine say a text."""
+    tokenizer = daemon.service.models.entries[0].model.tokenizer
+    daemon.engine.script = lambda request: [*tokenizer.encode(text), 513]
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+def test_whole_and_streamed(transport: str) -> None:
+    async def talk() -> None:
+        async with daemon_and_client(transport) as (daemon, client):
+            cut = await client.responses.create(**HI)
+            assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            assert cut._request_id.startswith("req_") and cut.usage.output_tokens == 9
+            answer(daemon, "Good day.")
+            whole = await client.responses.create(**HI | {"max_output_tokens": None})
+            assert (whole.status, whole.output_text) == ("completed", "Good day.")
+            async with client.responses.stream(model="tiny", input="hi") as stream:
+                events = [event async for event in stream]
+                final = await stream.get_final_response()
+            assert final.output_text == "Good day." and final.usage == whole.usage
+            deltas = [event for event in events if event.type == "response.output_text.delta"]
+            assert deltas[-1].snapshot == "".join(event.delta for event in deltas) == "Good day."
+            raw = await client.responses.create(model="tiny", input="hi", stream=True)
+            numbers = [event.sequence_number async for event in raw]
+            assert numbers == list(range(len(events)))
+            counted = await client.responses.input_tokens.count(model="tiny", input="hi")
+            assert counted.input_tokens == whole.usage.input_tokens
+
+    in_loop(talk)()
+
+
+@in_loop
+async def test_sync_client() -> None:
+    def talk(client: openai.OpenAI) -> tuple[str, str]:
+        whole = client.responses.create(**HI)
+        with client.responses.stream(model="tiny", input="hi", max_output_tokens=9) as stream:
+            *_, last = stream
+        return whole.output_text, last.response.output_text
+
+    async with running_daemon() as daemon:
+        first, second = await with_sync(daemon, "tcp", talk)
+        assert first == second != ""
+
+
+@in_loop
+async def test_state() -> None:
+    async with daemon_and_client() as (daemon, client):
+        first = await client.responses.create(**HI)
+        assert await client.responses.retrieve(first.id) == first
+        second = await client.responses.create(**HI, previous_response_id=first.id)
+        items = [item async for item in client.responses.input_items.list(second.id, order="asc", limit=2)]
+        assert [item.id for item in items[1:2]] == [first.output[0].id] and len(items) == 3
+        async with client.responses.stream(**HI, previous_response_id=second.id) as stream:
+            *_, last = [event async for event in stream]
+        assert (await client.responses.retrieve(last.response.id)).output == last.response.output
+        whole: Any = [*items, *second.output, {"role": "user", "content": "hi"}]
+        again = await client.responses.create(**HI | {"input": whole})
+        assert daemon.engine.seen[-1].prompt == daemon.engine.seen[-2].prompt
+        await client.responses.delete(again.id)
+        unstored = await client.responses.create(**HI, store=False)
+        for id in (again.id, unstored.id, "resp_no"):
+            with pytest.raises(openai.NotFoundError):
+                await client.responses.retrieve(id)
+        with pytest.raises(openai.BadRequestError) as missing:
+            await client.responses.create(**HI, previous_response_id=again.id)
+        assert missing.value.code == "previous_response_not_found"
+
+
+@in_loop
+async def test_background_and_cancel() -> None:
+    async with daemon_and_client() as (daemon, client):
+        done = await client.responses.create(**HI)
+        with pytest.raises(openai.BadRequestError, match="background"):
+            await client.responses.cancel(done.id)
+        daemon.engine.gate.clear()
+        begun = await client.responses.create(**HI, background=True)
+        assert begun.status == "in_progress"
+        assert (await client.responses.cancel(begun.id)).status == "cancelled"
+        assert (await client.responses.retrieve(begun.id)).status == "cancelled"
+        await daemon.settle()
+        daemon.engine.gate.set()
+        begun = await client.responses.create(**HI, background=True)
+        await daemon.service.wait_idle()
+        assert (await client.responses.retrieve(begun.id)).output[0].content == done.output[0].content
+
+
+@in_loop
+async def test_errors_as_the_sdk_sees_them() -> None:
+    async with daemon_and_client("tcp") as (daemon, client):
+        with pytest.raises(openai.NotFoundError) as gone:
+            await client.responses.create(**HI | {"model": "nosuch"})
+        assert gone.value.code == "model_not_found"
+        with pytest.raises(openai.BadRequestError) as bad:
+            await client.responses.create(**HI, temperature=-1)
+        assert bad.value.param == "temperature"
+        long = HI | {"input": "x " * 600}
+        with pytest.raises(openai.BadRequestError) as overflow:
+            await client.responses.create(**long)
+        assert overflow.value.code == "context_length_exceeded"
+        events = [event async for event in await client.responses.create(**long, stream=True)]
+        assert [event.type for event in events] == [
+            "response.created",
+            "response.in_progress",
+            "response.failed",
+        ]
+        assert events[-1].response.error.code == "context_length_exceeded"
+        stream = await client.responses.create(**HI, stream=True)
+        assert (await anext(stream)).type == "response.created"
+        daemon.engine.died.set_result("the engine process was ended by SIGKILL")
+        last = [event async for event in stream][-1]
+        assert last.type == "response.failed" and "SIGKILL" in last.response.error.message
+        assert (await client.responses.retrieve(last.response.id)).status == "failed"
+
+
+@in_loop
+async def test_closing_a_stream_ends_the_work() -> None:
+    async with daemon_and_client("tcp") as (daemon, client):
+        async with client.responses.stream(**HI | {"max_output_tokens": 400}) as stream:
+            async for event in stream:
+                if event.type == "response.output_text.delta":
+                    break
+            daemon.engine.gate.clear()
+        await daemon.settle()
+        assert daemon.engine.aborted
+
+
+@in_loop
+async def test_signs_of_life_are_events() -> None:
+    """Codex counts only those when it waits."""
+    async with daemon_and_client("tcp", timing=Timing(ping_seconds=0.01)) as (daemon, client):
+        daemon.engines.release = asyncio.Event()
+        async with client.responses.stream(**HI) as stream:
+            kinds = [(await anext(stream)).type for _ in range(4)]
+            assert kinds == ["response.created", *["response.in_progress"] * 3]
+            daemon.engines.release.set()
+            while not daemon.engines.started:
+                await asyncio.sleep(0.005)
+            rest = [event.type async for event in stream]
+        assert rest[-1] == "response.incomplete" and "response.created" not in rest
