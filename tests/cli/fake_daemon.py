@@ -20,7 +20,7 @@ INFO = {
     "num_blocks": 100,
     "block_size": 16,
     "max_model_len": 2048,
-    "vocab_size": 256,
+    "vocab_size": 256, "hidden_size": 64,
     "kv_bytes_per_token": 31_250,
     "load_seconds": 0.5,
     "num_ranks": 1,
