@@ -137,14 +137,9 @@ _LEFT_OUT = re.compile(r"redacted_thinking|container_upload|\w+_tool_use|\w+_too
 def neutral_messages(
     system: str | list[dict[str, Any]] | None, messages: Sequence[MessageBody]
 ) -> list[Message]:
-    """The conversation, which the model is to go on with. Raises RequestError."""
+    """The conversation. Raises RequestError."""
     if not messages:
         raise RequestError("messages must hold at least one message", "messages")
-    if messages[-1].role == "assistant":
-        raise RequestError(
-            "messages: the last one is the assistant's, and going on with it (prefill) is not supported",
-            "messages",
-        )
     for i, body in enumerate(messages):
         if body.role not in _TURNS:
             where = f"messages[{i}].role"

@@ -72,6 +72,7 @@ class OutputFormat(msgspec.Struct, frozen=True):
 
 class OutputConfig(msgspec.Struct, frozen=True):
     format: OutputFormat | None = None
+    effort: str | None = None
 
 
 class CountBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +99,14 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
             tool_choice=_tool_choice(choice, tools),
             parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
             thinking=_thinking(self.thinking),
+            template_variables=self._template_variables(),
             options=self._options(),
         )
+
+    def _template_variables(self) -> dict[str, Any]:
+        """How hard to think, for templates that ask."""
+        effort = None if self.output_config is None else self.output_config.effort
+        return {} if effort is None else {"reasoning_effort": effort}
 
     def _options(self) -> Options:
         return Options()
@@ -126,6 +133,12 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     @property
     def streams(self) -> bool:
         return bool(self.stream)
+
+    def neutral(self) -> ChatRequest:
+        if self.messages and self.messages[-1].role == "assistant":
+            reason = "the last one is the assistant's, and to go on with it (prefill) is not supported"
+            raise RequestError(f"messages: {reason}", "messages")
+        return super().neutral()
 
     def _options(self) -> Options:
         if not 0 <= self.max_tokens < 2**31:

@@ -3,7 +3,7 @@
 Source: OpenAI API reference, responses, and what Codex sends. null means the default, unknown fields are
 ignored, and what would change the answer but is not supported is refused by name. Own rules: only function
 tools are offered to the model; truncation "auto" is taken, but nothing is ever cut; a schema is always
-enforced; reasoning.effort "none" asks for no reasoning, any other leaves it to the model.
+enforced; reasoning.effort "none" and "minimal" ask for no reasoning, others for some.
 """
 
 from __future__ import annotations
@@ -92,13 +92,15 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
         if not items:
             raise RequestError("input must hold at least one item", "input")
         tools = _offered(self.tools or (), self.tool_choice)
+        effort = None if self.reasoning is None else self.reasoning.effort
         return ChatRequest(
             model=self.model,
             messages=neutral_messages(self.instructions, items, num_earlier),
             tools=tools or None,
             tool_choice=_tool_choice(self.tool_choice, tools),
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            thinking=False if self.reasoning is not None and self.reasoning.effort == "none" else None,
+            thinking=None if effort is None else effort not in ("none", "minimal"),
+            template_variables={} if effort is None else {"reasoning_effort": effort},
             options=self._options(),
         )
 

@@ -51,6 +51,9 @@ async def test_the_same_conversation_costs_the_same_everywhere() -> None:
             assert daemon.engine.seen[-1].prompt == daemon.engine.seen[-2].prompt
         body = {name: value for name, value in case("c04c").items() if name in ("model", "messages")}
         assert (await daemon.post(COUNT, body))[1] == {"input_tokens": chat["usage"]["prompt_tokens"]}
+        body["messages"].append({"role": "assistant", "content": "Hi"})
+        status, answer = await daemon.post(COUNT, body)
+        assert status == 200 and answer["input_tokens"] > chat["usage"]["prompt_tokens"]
 
 
 CONVERSATIONS = [
