@@ -7,23 +7,39 @@ from aiohttp import web
 from quantd.daemon.background import Background
 from quantd.daemon.control import Control
 from quantd.daemon.guard import refuse_foreign_sites
+from quantd.daemon.model_card import Cards
 from quantd.daemon.response_store import ResponseStore
 from quantd.daemon.routes.anthropic import ANTHROPIC_ROUTES
 from quantd.daemon.routes.control import CONTROL_ROUTES
-from quantd.daemon.routes.keys import BACKGROUND, CONTROL, RESPONSES, SERVICE, TIMING
+from quantd.daemon.routes.keys import BACKGROUND, CARDS, CONTROL, RESPONSES, SERVICE, TIMING
 from quantd.daemon.routes.models import MODEL_ROUTES
+from quantd.daemon.routes.ollama import OLLAMA_ROUTES
 from quantd.daemon.routes.openai import OPENAI_ROUTES
 from quantd.daemon.routes.responses import RESPONSES_ROUTES
 from quantd.daemon.routes.route import Route
 from quantd.daemon.service import Service
 from quantd.daemon.wire import anthropic
-from quantd.daemon.wire.errors import ERROR_SHAPE, ErrorShape, answer_errors, name_answer, openai_error
+from quantd.daemon.wire.errors import (
+    ERROR_SHAPE,
+    ERROR_STATUS,
+    ErrorShape,
+    answer_errors,
+    name_answer,
+    openai_error,
+)
 from quantd.daemon.wire.stream import DEFAULT_TIMING, Timing
 
 MAX_BODY = 64 * 2**20
 
-ROUTES = (*CONTROL_ROUTES, *MODEL_ROUTES, *OPENAI_ROUTES, *ANTHROPIC_ROUTES, *RESPONSES_ROUTES)
-_ERROR_SHAPES = {route.handler: route.errors for route in ROUTES}
+ROUTES = (
+    *CONTROL_ROUTES,
+    *MODEL_ROUTES,
+    *OPENAI_ROUTES,
+    *ANTHROPIC_ROUTES,
+    *RESPONSES_ROUTES,
+    *OLLAMA_ROUTES,
+)
+_ROUTE_OF = {route.handler: route for route in ROUTES}
 
 
 def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING) -> web.Application:
@@ -31,8 +47,10 @@ def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING
     app = web.Application(middlewares=[answer_errors, refuse_foreign_sites], client_max_size=MAX_BODY)
     app[SERVICE] = service
     app[CONTROL] = control
+    app[CARDS] = Cards(service.models)
     app[TIMING] = timing
     app[ERROR_SHAPE] = error_shape
+    app[ERROR_STATUS] = error_status
     app[RESPONSES] = ResponseStore()
     app[BACKGROUND] = Background()
     app.on_cleanup.append(_end_background)
@@ -57,7 +75,14 @@ def error_shape(request: web.Request) -> ErrorShape:
     """The shape of the handler's dialect; OpenAI's where no handler is found and no header tells."""
     if anthropic.VERSION_HEADER in request.headers:
         return anthropic.error_object
-    return _ERROR_SHAPES.get(request.match_info.handler, openai_error)
+    route = _ROUTE_OF.get(request.match_info.handler)
+    return openai_error if route is None else route.errors
+
+
+def error_status(request: web.Request, status: int) -> int:
+    """The status that the handler's dialect has for this one."""
+    route = _ROUTE_OF.get(request.match_info.handler)
+    return status if route is None else route.statuses.get(status, status)
 
 
 def _add_route(app: web.Application, route: Route) -> None:

@@ -50,13 +50,25 @@ class Engine(Protocol):
 
 
 class StoredModel(Protocol):
-    """A model on disk."""
+    """A model on disk, as `quantd.daemon.store.StoredModel` is one."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def path(self) -> Path: ...
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def architecture(self) -> str: ...
+
+    @property
+    def bytes(self) -> int: ...
 
     @property
     def created(self) -> float: ...
@@ -202,6 +214,17 @@ class Models:
         """What is in memory or on its way, the latest used last."""
         return list(self._entries.values())
 
+    def find(self, name: str | None) -> StoredModel:
+        """The stored model that requests with this name go to. Raises ModelNotFoundError."""
+        return self.store.get(self._resolve(name))
+
+    def context_len(self, stored: StoredModel) -> int | None:
+        """Tokens of one request that a model serves, or would serve; None where only its files tell."""
+        entry = self._entries.get(stored.name)
+        if entry is not None and entry.model is not None:
+            return entry.model.engine.info.max_request_len
+        return self._make_config(stored.path, {}).max_model_len
+
     async def acquire(self, name: str | None) -> LoadedModel:
         """The model of this name, loaded if need be; its `release` must follow.
 
@@ -256,7 +279,16 @@ class Models:
         entry = self._entries.get(self._resolve(name))
         if entry is None:
             raise ModelNotFoundError(f"{name} is not loaded")
-        await asyncio.shield(self._unloading(entry))
+        await asyncio.shield(self._unloading(entry, self._drain_seconds))
+
+    async def retire(self, name: str) -> None:
+        """Unload the model of this name, if there is one, when its requests are done, however long that is.
+
+        Later ones get what the store has by then. For a model whose files are no more.
+        """
+        entry = self._entries.get(name)
+        if entry is not None:
+            await asyncio.shield(self._unloading(entry, None))
 
     async def let_go(self, name: str) -> None:
         """Unload the model, if it is loaded, once no request holds it; returns at once where some do.
@@ -268,18 +300,18 @@ class Models:
             return
         entry.model.keep_alive.ask(0)
         if not entry.model.num_requests:
-            await asyncio.shield(self._unloading(entry))
+            await asyncio.shield(self._unloading(entry, None))
 
-    def _unloading(self, entry: ModelEntry) -> asyncio.Task[None]:
-        """The end of an entry, which begins now if it has not yet."""
+    def _unloading(self, entry: ModelEntry, drain_seconds: float | None) -> asyncio.Task[None]:
+        """The end of an entry, which begins now if it has not yet. drain_seconds None: no limit."""
         if entry.unload is None:
             entry.state = "unloading"
-            entry.unload = asyncio.create_task(self._drain_and_close(entry))
+            entry.unload = asyncio.create_task(self._drain_and_close(entry, drain_seconds))
         return entry.unload
 
-    async def _drain_and_close(self, entry: ModelEntry) -> None:
+    async def _drain_and_close(self, entry: ModelEntry, drain_seconds: float | None) -> None:
         if entry.model is not None:
-            await _within(self._drain_seconds, entry.model.wait_idle())
+            await _within(drain_seconds, entry.model.wait_idle())
         await self._close(entry)
 
     async def stats(self) -> dict[str, Stats]:
@@ -323,7 +355,7 @@ class Models:
 
     def _expire(self, entry: ModelEntry) -> None:
         _log.info("%s is unloaded: it was idle for its time", entry.name)
-        self._unloading(entry)
+        self._unloading(entry, None)
 
     async def _start_engine(self, config: EngineConfig, report: Progress) -> Engine:
         """Start an engine, in place of idle models where memory is short."""
@@ -380,8 +412,8 @@ class Models:
             del self._entries[entry.name]
 
 
-async def _within(seconds: float, awaitable: Awaitable[object]) -> None:
-    """Wait for something, but no longer than this."""
+async def _within(seconds: float | None, awaitable: Awaitable[object]) -> None:
+    """Wait for something, but no longer than this. None: as long as it takes."""
     try:
         async with asyncio.timeout(seconds):
             await awaitable

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from quantd.daemon.catalogue import CATALOGUE
+from quantd.daemon.derive import Changes
 from quantd.daemon.errors import ModelNotFoundError, StoreError
 from quantd.daemon.pull import LocalSource, Progress, Source, parse_source
 from quantd.kernels.errors import QuantdError
@@ -104,21 +105,36 @@ class Store:
         """Take in a model folder or .gguf file, linked unless `copy`. Errors as in `pull`."""
         return self.add(LocalSource(path.absolute(), copy), name, progress)
 
-    def add(self, source: Source, name: str | None = None, progress: Progress = _silent) -> StoredModel:
-        """Fetch from `source` under `name`; what is there from the same source is left as it is."""
+    def add(
+        self,
+        source: Source,
+        name: str | None = None,
+        progress: Progress = _silent,
+        changes: Changes | None = None,
+        replace: bool = False,
+    ) -> StoredModel:
+        """Fetch from `source` under `name`, with some changes.
+
+        What is there from the same source is left as it is, unless it is to be replaced, whatever it is.
+        """
         name = plain_name(source.default_name if name is None else name)
         folder = self._folder(check_name(name))
         with self._locked(name, progress):
-            if (present := self._read(folder)) is not None:
+            present = self._read(folder)
+            if present is not None and not replace:
                 return _same_source(present, source)
-            if folder.exists():
+            if present is None and folder.exists():
                 raise StoreError(f"{folder} is in the way and not a model of quantd; move it away")
             partial = self._partial(name, source)
             with _told_as(source.spec, partial), _kept_only_if(source.resumable, partial):
                 source.fetch(partial, progress)
                 progress("preparing", 0, None)
                 manifest = complete(partial, name, source.spec)
+                if changes is not None:
+                    changes.write(partial)
                 _write_through(partial, manifest)
+                if present is not None:
+                    self._delete(present)
                 partial.rename(folder)
         return self.get(name)
 
@@ -127,10 +143,13 @@ class Store:
         name = self.get(name).name
         with self._locked(name, _silent):
             self._discard(name)
-            # Renamed first, so that a removal cut short never leaves half a model.
-            doomed = self._partial_path(name, "removing")
-            self.get(name).path.rename(doomed)
-            shutil.rmtree(doomed)
+            self._delete(self.get(name))
+
+    def _delete(self, model: StoredModel) -> None:
+        """Renamed first, so that a removal cut short never leaves half a model."""
+        doomed = self._partial_path(model.name, "removing")
+        model.path.rename(doomed)
+        shutil.rmtree(doomed)
 
     def _folder(self, name: str) -> Path:
         return self.root / name.replace("/", "--").replace(":", "@")
@@ -241,9 +260,10 @@ def complete(folder: Path, name: str, source: str) -> Manifest:
     if ggufs:
         # Lazy: the converter imports tokenizers and gguf, which other commands need not wait for.
         from quantd.quant.gguf_import import import_gguf
-        from quantd.quant.gguf_index import read_gguf_index
+        from quantd.quant.gguf_index import INDEX_NAME, read_gguf_index
 
-        import_gguf(ggufs[0], folder)
+        if not (folder / INDEX_NAME).is_file():
+            import_gguf(ggufs[0], folder)
         description, weights = read_gguf_index(folder).description, ggufs
     else:
         index = read_index(folder)

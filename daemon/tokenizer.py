@@ -247,14 +247,24 @@ def _end_ids(
     core: tokenizers.Tokenizer, folder: Path, special_tokens: dict[str, str], template: str | None
 ) -> set[int]:
     """The union of what tokenizer, generation config, config and template name as ends."""
-    names = [special_tokens.get("eos_token")]
     specials = {token.content for token in core.get_added_tokens_decoder().values() if token.special}
-    names += [name for name in _TURN_ENDS if name in specials and name in (template or "")]
-    ids = {token_id for name in names if name and (token_id := core.token_to_id(name)) is not None}
+    specials |= {special_tokens.get("eos_token", "")}
+    names = [name for name in _end_names(special_tokens, template) if name in specials]
+    ids = {token_id for name in names if (token_id := core.token_to_id(name)) is not None}
     config = read_json(folder / "config.json")
     for source in (config, config.get("text_config"), read_json(folder / "generation_config.json")):
         ids |= _id_list(source.get("eos_token_id")) if isinstance(source, dict) else set()
     return ids
+
+
+def end_names(config: dict[str, Any], template: str | None) -> list[str]:
+    """The tokens that end an answer, as tokenizer_config.json and the template name them."""
+    return _end_names(_special_tokens(config), template)
+
+
+def _end_names(special_tokens: dict[str, str], template: str | None) -> list[str]:
+    turn_ends = [name for name in _TURN_ENDS if name in (template or "")]
+    return list(dict.fromkeys(name for name in (special_tokens.get("eos_token"), *turn_ends) if name))
 
 
 def _id_list(value: object) -> set[int]:

@@ -6,10 +6,12 @@ from aiohttp import web
 
 from quantd.daemon.background import Background
 from quantd.daemon.control import Control
+from quantd.daemon.model_card import Cards
 from quantd.daemon.response_store import ResponseStore
 from quantd.daemon.service import Service
 from quantd.daemon.wire.stream import Timing
 
+CARDS = web.AppKey("cards", Cards)
 SERVICE = web.AppKey("service", Service)
 CONTROL = web.AppKey("control", Control)
 RESPONSES = web.AppKey("responses", ResponseStore)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 
 from aiohttp import web
 
@@ -14,13 +14,17 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class Route:
-    """One entry of a surface's table. versioned: the path goes with and without /v1 before it."""
+    """One entry of a surface's table. versioned: the path goes with and without /v1 before it.
+
+    errors, statuses: how its dialect writes errors, and which statuses it has for others.
+    """
 
     method: str
     path: str
     handler: Handler
     versioned: bool = False
     errors: ErrorShape = openai_error
+    statuses: Mapping[int, int] = field(default_factory=dict)
 
     def paths(self) -> tuple[str, ...]:
         """All paths that lead here. Some clients put /v1 behind a base URL that ends in it already."""

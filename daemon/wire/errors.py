@@ -52,6 +52,8 @@ ErrorShape: TypeAlias = Callable[[Fault], Mapping[str, Any]]
 
 # Finds the shape that a request's errors are told in.
 ERROR_SHAPE = web.AppKey[Callable[[web.Request], ErrorShape]]("error_shape")
+# The status that a request's dialect has for one of the rows below.
+ERROR_STATUS = web.AppKey[Callable[[web.Request, int], int]]("error_status")
 REQUEST_ID_HEADER = "request-id"
 
 # What an HTTP error tells beside its reason.
@@ -121,7 +123,7 @@ async def answer_errors(request: web.Request, handler: Any) -> web.StreamRespons
         headers["Retry-After"] = "1"
     headers[REQUEST_ID_HEADER] = fault.request_id
     shape = request.app[ERROR_SHAPE](request)
-    return json_response(shape(fault), fault.status, headers)
+    return json_response(shape(fault), request.app[ERROR_STATUS](request, fault.status), headers)
 
 
 async def name_answer(request: web.Request, response: web.StreamResponse) -> None:

@@ -142,6 +142,10 @@ class FakeStored:
     name: str
     path: Path
     created: float = 1700000000.5
+    source: str = "file:/somewhere"
+    description: str = "gguf Q8_0"
+    architecture: str = "llama"
+    bytes: int = 1000
 
 
 @dataclass

@@ -1,0 +1,164 @@
+"""Ollama's surface: generate, chat, the models that there are and that run, and what its clients probe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from quantd.daemon.durations import LONGEST
+from quantd.daemon.generation import Generation, collect
+from quantd.daemon.models import LoadedModel, ModelEntry
+from quantd.daemon.routes.keys import CARDS, SERVICE, TIMING
+from quantd.daemon.routes.route import Route
+from quantd.daemon.service import ChatRequest, CompletionRequest, InfillRequest, Service
+from quantd.daemon.wire import ollama, ollama_models
+from quantd.daemon.wire.body import read_body
+from quantd.daemon.wire.errors import json_response
+from quantd.daemon.wire.ollama_request import ChatBody, GenerateBody
+from quantd.daemon.wire.stream import send_stream
+from quantd.engine.errors import RequestError
+
+# The Ollama whose routes these are; clients ask for some least version.
+API_VERSION = "0.14.0"
+
+# Too many requests are a busy server there.
+_STATUSES = {429: 503}
+
+
+class NameBody(msgspec.Struct, frozen=True):
+    """A model, by either of two names for its name."""
+
+    model: str = ""
+    name: str = ""
+
+    @property
+    def chosen(self) -> str:
+        """The name. Raises RequestError where there is none."""
+        return required(self.model or self.name)
+
+
+def required(model: str) -> str:
+    """The name of a model. Raises RequestError for an empty one."""
+    if not model:
+        raise RequestError("model is required", "model")
+    return model
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    """POST /api/generate"""
+    return await _answer(request, await read_body(request, GenerateBody), ollama.generate_piece)
+
+
+async def chat(request: web.Request) -> web.StreamResponse:
+    """POST /api/chat"""
+    return await _answer(request, await read_body(request, ChatBody), ollama.chat_piece)
+
+
+async def _answer(
+    request: web.Request, body: GenerateBody | ChatBody, piece: ollama.Piece
+) -> web.StreamResponse:
+    service, model = request.app[SERVICE], required(body.model)
+    card = await request.app[CARDS].get(model)
+    if body.asks_nothing:
+        reason = await _load_or_unload(service, model, body.stay)
+        return json_response(ollama.done_object(model, piece(), reason))
+    starting = _start(service, body.neutral(card.capabilities))
+    scored = bool(body.logprobs)
+    if body.streams:
+        frames = ollama.AnswerStream(piece, model, scored)
+        return await send_stream(request, starting, frames, request.app[TIMING])
+    async with await starting as generation:
+        answers = await collect(generation)
+        return json_response(ollama.reply(piece, model, answers[0], generation.usage, scored))
+
+
+def _start(
+    service: Service, request: ChatRequest | CompletionRequest | InfillRequest
+) -> Coroutine[Any, Any, Generation]:
+    match request:
+        case ChatRequest():
+            return service.chat(request)
+        case CompletionRequest():
+            return service.complete(request)
+        case InfillRequest():
+            return service.infill(request)
+
+
+async def _load_or_unload(service: Service, model: str, stay: float | None) -> str:
+    if stay == 0:
+        await service.models.let_go(model)
+        return "unload"
+    await service.load(model, stay)
+    return "load"
+
+
+async def tags(request: web.Request) -> web.StreamResponse:
+    """GET /api/tags: the models on disk, the latest first."""
+    cards = sorted(await request.app[CARDS].all(), key=lambda card: -card.stored.created)
+    return json_response({"models": [ollama_models.list_entry(card) for card in cards]})
+
+
+async def show(request: web.Request) -> web.StreamResponse:
+    """POST /api/show"""
+    body = await read_body(request, NameBody)
+    cards = request.app[CARDS]
+    card = await cards.get(body.chosen)
+    return json_response(ollama_models.show_object(card, body.chosen, cards.context_len(card)))
+
+
+async def running(request: web.Request) -> web.StreamResponse:
+    """GET /api/ps: the models in memory."""
+    entries = request.app[SERVICE].models.entries
+    models = [await _running(request, entry, entry.model) for entry in reversed(entries) if entry.model]
+    return json_response({"models": models})
+
+
+async def _running(request: web.Request, entry: ModelEntry, model: LoadedModel) -> dict[str, Any]:
+    cards = request.app[CARDS]
+    card = await cards.get(entry.name)
+    expires_at = time.time() + min(model.keep_alive.seconds_left, LONGEST)
+    return ollama_models.running_entry(card, model, cards.context_len(card), expires_at)
+
+
+async def version(request: web.Request) -> web.StreamResponse:
+    """GET /api/version"""
+    return json_response({"version": API_VERSION})
+
+
+async def status(request: web.Request) -> web.StreamResponse:
+    """GET /api/status: whether there is a cloud, which there is not."""
+    return json_response({"cloud": {"disabled": True, "source": "config"}})
+
+
+async def me(request: web.Request) -> web.StreamResponse:
+    """POST /api/me: who is signed in, which nobody can be."""
+    return json_response({"error": "unauthorized: there are no accounts here"}, 401)
+
+
+async def alive(request: web.Request) -> web.StreamResponse:
+    """GET /"""
+    return web.Response(text="Ollama is running")
+
+
+def _routes(*routes: tuple[str, str, Any]) -> Sequence[Route]:
+    return tuple(
+        Route(method, path, handler, errors=ollama.error_object, statuses=_STATUSES)
+        for method, path, handler in routes
+    )
+
+
+OLLAMA_ROUTES: Sequence[Route] = _routes(
+    ("POST", "/api/generate", generate),
+    ("POST", "/api/chat", chat),
+    ("GET", "/api/tags", tags),
+    ("POST", "/api/show", show),
+    ("GET", "/api/ps", running),
+    ("GET", "/api/version", version),
+    ("GET", "/api/status", status),
+    ("POST", "/api/me", me),
+    ("GET", "/", alive),
+)
