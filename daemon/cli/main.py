@@ -25,6 +25,7 @@ _COMMANDS = {
     "ps": "control",
     "status": "control",
     "stop": "control",
+    "connect": "connect",
     "bench": "bench",
     "doctor": "doctor",
     "tune": "tune",

@@ -30,12 +30,13 @@ STATUS = {
     "version": "0.1.0",
     "pid": 2**22 + 1,  # above the kernel's highest process id
     "uptime_seconds": 61.5,
-    "listening": ["unix:/x"],
+    "listening": ["unix:/x", "http://0.0.0.0:11999"],
     "models": [
         {"name": "tiny", "state": "ready", "info": INFO, "stats": {"num_running": 2, "num_waiting": 1}},
         {"name": "big", "state": "loading", "progress": 0.5, "info": None, "stats": None},
     ],
 }
+MODELS = {"data": [{"id": "big"}, {"id": "tiny", "max_model_len": 1600}]}
 _READY = {"status": "ready", "info": INFO}
 _USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
 
@@ -68,6 +69,7 @@ class FakeDaemon:
         app = web.Application()
         app.router.add_get("/health", _always({"status": "ok"}))
         app.router.add_get("/quantd/status", _always(STATUS))
+        app.router.add_get("/v1/models", _always(MODELS))
         app.router.add_post("/quantd/load", self._load)
         app.router.add_post("/quantd/unload", _always({"status": "unloaded"}))
         app.router.add_post("/quantd/stop", _always({"status": "stopping"}))

@@ -17,7 +17,7 @@ CLIENT_COMMANDS = ("run", "pull", "import", "list", "show", "rm", "load", "unloa
 
 def test_help_names_every_command(quantd) -> None:
     text = quantd("--help").stdout
-    for name in (*CLIENT_COMMANDS, "serve", "doctor"):
+    for name in (*CLIENT_COMMANDS, "connect", "serve", "doctor"):
         assert f"\n  {name} " in text
     assert quantd("--version").stdout == "quantd 0.1.0\n"
 
