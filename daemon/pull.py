@@ -30,6 +30,8 @@ Progress = Callable[[str, int, int | None], None]
 
 # What a model folder may hold. Pickles and code never come in.
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.gguf", "tokenizer.model", "merges.txt", "vocab.txt")
+# How sentence-transformers says that a model embeds; of all that models have, alone in a folder of its own.
+POOLING_FILE = "1_Pooling/config.json"
 CHUNK = 1 << 20
 WATCH_SECONDS = 0.2
 
@@ -200,7 +202,7 @@ class HubSource:
             ) from error
         shutil.rmtree(folder / ".cache", ignore_errors=True)
         for name in files:
-            if "/" in name:
+            if "/" in name and name != POOLING_FILE:
                 (folder / name).rename(folder / Path(name).name)
                 shutil.rmtree(folder / name.split("/")[0])
 
@@ -229,7 +231,7 @@ def choose_files(files: list[str], wanted: str | None, spec: str) -> list[str]:
         if wanted not in files:
             raise StoreError(f"{spec}: the repository has no {wanted}")
         return [wanted]
-    top = [name for name in files if "/" not in name and is_model_file(name)]
+    top = [name for name in files if is_model_file(name)]
     ggufs = [name for name in top if name.endswith(".gguf")]
     if any(name.endswith(".safetensors") for name in top):
         return [name for name in top if name not in ggufs]
@@ -243,7 +245,9 @@ def choose_files(files: list[str], wanted: str | None, spec: str) -> list[str]:
 
 
 def is_model_file(name: str) -> bool:
-    """Whether a file of this name may be part of a model folder."""
+    """Whether a file of this name, or path in its folder, may be part of a model folder."""
+    if "/" in name:
+        return name == POOLING_FILE
     return any(fnmatch(name, pattern) for pattern in MODEL_FILES)
 
 
@@ -268,10 +272,12 @@ class LocalSource:
         files = self._files()
         total, done = sum(file.stat().st_size for file in files), 0
         for file in files:
+            target = folder / (file.name if file == self.path else file.relative_to(self.path))
+            target.parent.mkdir(exist_ok=True)
             if self.copy:
-                shutil.copyfile(file, folder / file.name)
+                shutil.copyfile(file, target)
             else:
-                (folder / file.name).symlink_to(file.resolve())
+                target.symlink_to(file.resolve())
             done += file.stat().st_size
             progress("copying" if self.copy else "linking", done, total)
 
@@ -283,6 +289,7 @@ class LocalSource:
         if not self.path.is_dir():
             raise StoreError(f"{self.spec}: no such file or folder")
         names = sorted(entry.name for entry in self.path.iterdir() if entry.is_file())
+        names += [POOLING_FILE] if (self.path / POOLING_FILE).is_file() else []
         files = [self.path / name for name in names if is_model_file(name) and name != "quantd.json"]
         if any(file.suffix == ".safetensors" for file in files):
             return [file for file in files if file.suffix != ".gguf"]

@@ -291,7 +291,7 @@ def _describe(folder: Path, index: TensorIndex) -> str:
 def _write_through(folder: Path, manifest: Manifest) -> None:
     """Write the manifest last, with all bytes on the disk before the folder is called a model."""
     (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
-    for path in folder.iterdir():
+    for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink():
             with path.open("rb") as file:
                 os.fsync(file.fileno())

@@ -40,6 +40,8 @@ def family_of(header: GgufHeader) -> Family:
         )
     if header.integer(f"{name}.expert_count", 0):
         raise UnsupportedModelError(f"{header.path}: mixtures of experts are not supported")
+    if not header.flag(f"{name}.attention.causal", True):
+        raise UnsupportedModelError(f"{header.path}: attention that is not causal is not supported")
     return FAMILIES[name]
 
 
@@ -63,6 +65,15 @@ def build_config(header: GgufHeader, vocabulary: Vocabulary) -> Config:
         config |= EXTRAS[name](header, config)
     return config
 
+
+def build_pooling(header: GgufHeader) -> Config | None:
+    """1_Pooling/config.json, as sentence-transformers writes it; None where nothing is said of pooling."""
+    kind = header.integer(f"{header.architecture}.pooling_type", 0)
+    return {"pooling_mode": POOLING_MODES.get(kind, str(kind))} if kind else None
+
+
+# llama.cpp's enum llama_pooling_type, of which 0 is none.
+POOLING_MODES = {1: "mean", 2: "cls", 3: "lasttoken", 4: "rank"}
 
 SPECIAL_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "pad"}
 

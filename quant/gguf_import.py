@@ -1,7 +1,7 @@
 """Making a GGUF file a model folder: the header is read once, everything it says is written beside it.
 
 Torch-free. Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json,
-chat_template.jinja and tensors.json.
+chat_template.jinja, 1_Pooling/config.json and tensors.json.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from quantd.quant.errors import CheckpointError, UnsupportedModelError
 from quantd.quant.gguf_blocks import BLOCK_FORMATS, DENSE_BYTES
-from quantd.quant.gguf_config import build_config, build_generation_config, family_of
+from quantd.quant.gguf_config import build_config, build_generation_config, build_pooling, family_of
 from quantd.quant.gguf_families import TOP_LEVEL, Family
 from quantd.quant.gguf_header import GgufHeader, read_header
 from quantd.quant.gguf_index import INDEX_NAME, GgufIndex
@@ -50,6 +50,9 @@ def import_gguf(file: Path, folder: Path) -> None:
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", build_generation_config(vocabulary))
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(vocabulary, config))
+    if (pooling := build_pooling(header)) is not None:
+        (folder / "1_Pooling").mkdir(exist_ok=True)
+        _write_json(folder / "1_Pooling" / "config.json", pooling)
     (folder / INDEX_NAME).write_bytes(msgspec.json.encode(_index(header)))
 
 

@@ -100,7 +100,12 @@ def add_shape(writer: gguf.GGUFWriter, architecture: str, config: Any, metadata:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     for key, value in metadata.items():
-        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add = {
+            bool: writer.add_bool,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            str: writer.add_string,
+        }[type(value)]
         add(f"{architecture}.{key}", value)
 
 

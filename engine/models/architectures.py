@@ -27,10 +27,14 @@ def decoder_spec(config: Mapping[str, Any], max_model_len: int | None = None) ->
     architecture = _ARCHITECTURES.get(str(model_type))
     if architecture is None:
         known = ", ".join(_ARCHITECTURES)
-        raise UnsupportedModelError(f"architecture {model_type!r} is not supported (have: {known})")
+        raise UnsupportedModelError(
+            f"architecture {model_type!r} is not supported; decoders are, of these kinds: {known}"
+        )
     fields = fields.over(architecture.defaults)
     if fields.get("use_bidirectional_attention"):
         raise UnsupportedModelError(f"{model_type}: use_bidirectional_attention is not supported")
+    if fields.get("is_causal") is False:
+        raise UnsupportedModelError(f"{model_type}: attention that is not causal is not supported")
     spec = architecture.build(fields)
     return spec if max_model_len is None else _served_at(spec, max_model_len)
 

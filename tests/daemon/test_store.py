@@ -54,6 +54,9 @@ def hf_folder(folder: Path, **config: object) -> Path:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     for stray in ("pytorch_model.bin", "modeling_custom.py", "weights.pt", "README.md"):
         (folder / stray).write_text("stray")
+    for part in ("1_Pooling", "onnx"):
+        (folder / part).mkdir()
+        (folder / part / "config.json").write_text(json.dumps({"pooling_mode": "cls"}))
     return folder
 
 
@@ -92,9 +95,10 @@ def test_a_folder_becomes_a_model_without_its_pickles_and_code(
     source = hf_folder(tmp_path / "Some Model--7B")
     model = store.import_path(source, copy=copy)
     assert (model.name, model.architecture, model.description) == ("Some-Model-7B", "llama", "fp32 weights")
+    assert json.loads((model.path / "1_Pooling" / "config.json").read_text())["pooling_mode"] == "cls"
     names = {path.name for path in model.path.iterdir()}
     assert {"config.json", "tokenizer.json", "model-00001-of-00002.safetensors"} <= names
-    assert not names & {"pytorch_model.bin", "modeling_custom.py", "weights.pt", "README.md"}
+    assert not names & {"pytorch_model.bin", "modeling_custom.py", "weights.pt", "README.md", "onnx"}
     assert all(path.is_symlink() is not copy for path in model.path.glob("*.safetensors"))
     store.remove(model.name)
     assert (source / "model-00001-of-00002.safetensors").is_file()

@@ -150,7 +150,9 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     header = b'{"a":{"dtype":"BF16","shape":[60000],"data_offsets":[0,120000]}}'
     files["model.safetensors"] = len(header).to_bytes(8, "little") + header + bytes(range(240)) * 500
+    files["1_Pooling/config.json"] = b'{"pooling_mode": "cls"}'
     strays = {"pytorch_model.bin": b"x", "run.py": b"x", "onnx/model.onnx": b"x", "README.md": b"x"}
+    strays |= {"onnx/config.json": b"{", "2_Dense/model.safetensors": b"x"}
     repos = {
         "org/folder": files | strays,
         "org/one-gguf": {"m.gguf": gguf, "README.md": b"x"},
@@ -167,8 +169,9 @@ def test_a_repository_comes_without_pickles_and_code(store: Store, hub: Hub) -> 
     assert (model.name, model.source, model.description) == ("org/folder", "hf:org/folder", "bf16 weights")
     assert {path.name for path in model.path.iterdir()} == {
         *("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
-        *("model.safetensors", "quantd.json"),
+        *("model.safetensors", "quantd.json", "1_Pooling"),
     }
+    assert (model.path / "1_Pooling" / "config.json").read_bytes() == b'{"pooling_mode": "cls"}'
     assert {stage for stage, *_ in steps} == {"downloading", "preparing"}
     assert max(done for _, done, _ in steps) >= 120000
 

@@ -125,6 +125,8 @@ def llama(**changes: Any) -> dict[str, Any]:
         (llama(rope_scaling={"rope_type": "mrope"}), UnsupportedModelError, "mrope"),
         (llama(rope_scaling={"rope_type": "linear"}), CheckpointError, "factor"),
         (llama(rope_scaling="linear"), CheckpointError, "rope_scaling"),
+        ({"model_type": "bert"}, UnsupportedModelError, "'bert' is not supported; decoders are"),
+        (llama(is_causal=False), UnsupportedModelError, "not causal"),
         (llama(use_bidirectional_attention=True), UnsupportedModelError, "use_bidirectional_attention"),
         (llama(num_key_value_heads=3), CheckpointError, "num_key_value_heads"),
         (llama(hidden_size=None), CheckpointError, "hidden_size"),

@@ -1,5 +1,6 @@
 """Tiny models of every architecture, written as llama.cpp's converter does, come back as they were."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from gguf_files import tiny_model, write_model, write_tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantd.kernels.weights import DenseWeight, QuantizedWeight
-from quantd.quant.errors import CheckpointError
+from quantd.quant.errors import CheckpointError, UnsupportedModelError
 from quantd.quant.gguf import GgufCheckpoint, decode_blocks, open_gguf
 from quantd.quant.gguf_blocks import BLOCK_FORMATS
 from quantd.quant.gguf_config import LLAMA3_RULE, llama3_factors
@@ -229,6 +230,26 @@ def test_checks_name_the_tensor_and_both_shapes(tiny: Path) -> None:
     assert checkpoint.config["tie_word_embeddings"] is True
     tensors = gguf.GGUFReader(tiny / "tiny.gguf").tensors
     assert checkpoint.weight_bytes == sum(tensor.n_bytes for tensor in tensors)
+
+
+def test_pooling_is_told_as_sentence_transformers_does(tmp_path: Path) -> None:
+    """gguf names the kinds; their modes are those of sentence-transformers (1_Pooling/config.json)."""
+    modes = {"MEAN": "mean", "CLS": "cls", "LAST": "lasttoken", "RANK": "rank"}
+    model = tiny_model("qwen3", head_dim=16)
+    for kind in gguf.PoolingType:
+        folder = tmp_path / kind.name
+        folder.mkdir()
+        checkpoint = imported(folder, model, "qwen3", metadata={"pooling_type": int(kind)})
+        file = checkpoint.path / "1_Pooling" / "config.json"
+        assert file.exists() is (kind.name != "NONE")
+        if kind.name != "NONE":
+            assert json.loads(file.read_text()) == {"pooling_mode": modes[kind.name]}
+
+
+def test_attention_that_is_not_causal_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("qwen3", head_dim=16)
+    with pytest.raises(UnsupportedModelError, match=r"tiny\.gguf: attention that is not causal"):
+        imported(tmp_path, model, "qwen3", metadata={"attention.causal": False})
 
 
 def test_a_file_that_changed_after_the_import_is_refused(tiny: Path) -> None:
