@@ -11,13 +11,15 @@ from quantd.daemon.model_card import Cards
 from quantd.daemon.response_store import ResponseStore
 from quantd.daemon.routes.anthropic import ANTHROPIC_ROUTES
 from quantd.daemon.routes.control import CONTROL_ROUTES
-from quantd.daemon.routes.keys import BACKGROUND, CARDS, CONTROL, RESPONSES, SERVICE, TIMING
+from quantd.daemon.routes.keys import BACKGROUND, CARDS, CONTROL, RESPONSES, SERVICE, SLOTS, TIMING
+from quantd.daemon.routes.llama_server import LLAMA_SERVER_ROUTES
 from quantd.daemon.routes.models import MODEL_ROUTES
 from quantd.daemon.routes.ollama import OLLAMA_ROUTES
 from quantd.daemon.routes.openai import OPENAI_ROUTES
 from quantd.daemon.routes.responses import RESPONSES_ROUTES
 from quantd.daemon.routes.route import Route
 from quantd.daemon.service import Service
+from quantd.daemon.slots import Slots
 from quantd.daemon.wire import anthropic
 from quantd.daemon.wire.errors import (
     ERROR_SHAPE,
@@ -38,6 +40,7 @@ ROUTES = (
     *ANTHROPIC_ROUTES,
     *RESPONSES_ROUTES,
     *OLLAMA_ROUTES,
+    *LLAMA_SERVER_ROUTES,
 )
 _ROUTE_OF = {route.handler: route for route in ROUTES}
 
@@ -48,6 +51,7 @@ def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING
     app[SERVICE] = service
     app[CONTROL] = control
     app[CARDS] = Cards(service.models)
+    app[SLOTS] = Slots(control.state / "slots")
     app[TIMING] = timing
     app[ERROR_SHAPE] = error_shape
     app[ERROR_STATUS] = error_status

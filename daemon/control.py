@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from quantd.daemon.models import Models
 
 
 @dataclass
 class Control:
-    """Where the daemon listens, since when, and the event that ends it."""
+    """Where the daemon keeps what lasts and listens, since when, and the event that ends it."""
 
     models: Models
     version: str
+    state: Path
     listening: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     stop: asyncio.Event = field(default_factory=asyncio.Event)

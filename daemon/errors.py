@@ -28,6 +28,14 @@ class ListenError(QuantdError):
     """A socket or port cannot be bound; the message names it and the reason."""
 
 
+class NoInfillError(RequestError):
+    """A model that has not learnt to fill gaps was asked to."""
+
+
+class NotServedError(QuantdError):
+    """This daemon does not do what was asked, whatever the request."""
+
+
 class OverloadedError(QuantdError):
     """Too much waits already; try again later."""
 

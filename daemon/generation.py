@@ -168,7 +168,7 @@ class Choice:
         self.finished = False
         self._parser = parser or PlainOutput()
         self._calls_tools = False
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(shown=self._parser.shown)
         self._stops = stops
         self._lines = lines or LineRules().limit()
@@ -210,7 +210,7 @@ class Choice:
         text = ""
         for place, token_id in enumerate(ids):
             if self._scored:
-                self._waiting.append(score(self._tokenizer, event.logprobs[place], self._decoded))
+                self._waiting.append(score(self.tokenizer, event.logprobs[place], self._decoded))
             free, end = self._add(self._detokenizer.feed(token_id))
             text += free
             if end is not None:
@@ -321,6 +321,16 @@ class _Clock:
         self.latest = time.monotonic()
         self.first = self.latest if self.first is None else self.first
 
+    @property
+    def prompt_seconds(self) -> float:
+        """Until the first token, or until now."""
+        return (time.monotonic() if self.first is None else self.first) - self.started
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the first token to the latest."""
+        return 0.0 if self.first is None else self.latest - self.first
+
 
 class Generation:
     """An answer under way: an async iterator of Delta, and an async context that ends it.
@@ -372,19 +382,23 @@ class Generation:
     def usage_of(self, index: int) -> Usage:
         """That of one choice so far."""
         (request, choice), clock = self._jobs[index], self._clocks[index]
-        first = clock.latest if clock.first is None else clock.first
         return Usage(
             prompt_tokens=len(request.prompt),
             completion_tokens=choice.num_tokens,
             cached_tokens=choice.num_cached,
             load_seconds=self._load_seconds,
-            prompt_seconds=first - clock.started,
-            decode_seconds=clock.latest - first,
+            prompt_seconds=clock.prompt_seconds,
+            decode_seconds=clock.decode_seconds,
         )
 
     def request(self, index: int) -> Request:
         """What an engine was asked for a choice."""
         return self._jobs[index][0]
+
+    def prompt_text(self, index: int) -> str:
+        """The prompt of a choice, special tokens by name."""
+        request, choice = self._jobs[index]
+        return choice.tokenizer.decode(request.prompt, special=True)
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
@@ -435,6 +449,16 @@ class Generation:
         finally:
             self._on_close()
 
+    def _count(self, index: int) -> None:
+        usage = self.usage_of(index)
+        self._metrics.totals.add(
+            usage.prompt_tokens,
+            usage.cached_tokens,
+            usage.prompt_seconds,
+            usage.completion_tokens,
+            usage.decode_seconds,
+        )
+
     async def _pump(self, request: Request, choice: Choice) -> None:
         timer, clock = self._metrics.timer(self.head.model), self._clocks[choice.index]
         reason = "abort"
@@ -459,6 +483,7 @@ class Generation:
             self._ready.put_nowait(error)
         finally:
             timer.finish(reason)
+            self._count(choice.index)
 
 
 @dataclass

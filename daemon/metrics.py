@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from quantd.daemon.llama_metrics import LlamaServerMetrics, Totals
 from quantd.engine.messages import Stats
 
 _FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -81,6 +82,7 @@ class Metrics:
             ("model_name", "finished_reason"),
             registry=self._registry,
         )
+        self.totals = Totals()
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(
@@ -95,6 +97,7 @@ class Metrics:
         """The page, with each engine's present state."""
         snapshot = CollectorRegistry()
         snapshot.register(_Snapshot(engines))
+        snapshot.register(LlamaServerMetrics(self.totals, engines))
         return generate_latest(self._registry) + generate_latest(snapshot)
 
 

@@ -44,6 +44,8 @@ class Engine(Protocol):
 
     def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]: ...
 
+    def forget(self, prompt: Sequence[int]) -> None: ...
+
     async def stats(self) -> Stats: ...
 
     async def close(self) -> None: ...
@@ -115,6 +117,16 @@ class LoadedModel:
         self.num_requests = 0
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def context_len(self) -> int:
+        """Tokens, prompt and answer, that a request may have which does not ask for more itself."""
+        served, own = self.engine.info.max_request_len, self.preset.context_len
+        return served if own is None else min(served, own)
+
+    def sampling_defaults(self, usual: Mapping[str, float]) -> dict[str, float]:
+        """SamplingParams fields for what a request leaves open; `usual` where no author says."""
+        return {**(self.defaults or usual), **self.preset.sampling}
 
     def acquire(self) -> None:
         """Keep the model in memory until `release`."""
@@ -224,6 +236,10 @@ class Models:
         if entry is not None and entry.model is not None:
             return entry.model.engine.info.max_request_len
         return self._make_config(stored.path, {}).max_model_len
+
+    def entry(self, name: str) -> ModelEntry:
+        """The entry of a model that is in memory or on its way."""
+        return self._entries[name]
 
     async def acquire(self, name: str | None) -> LoadedModel:
         """The model of this name, loaded if need be; its `release` must follow.

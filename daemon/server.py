@@ -78,7 +78,8 @@ async def _serve(config: ServeConfig, listeners: list[socket.socket]) -> int:
     )
     preload = None if config.model is None else models.store.get(config.model).name
     service = Service(models, Metrics(), config.max_queue)
-    control = Control(models, importlib.metadata.version("quantd"), [name_of(sock) for sock in listeners])
+    version, names = importlib.metadata.version("quantd"), [name_of(sock) for sock in listeners]
+    control = Control(models, version, config.paths.state, names)
     abort = _handle_signals(control.stop)
     async with _running(make_app(service, control), listeners) as runner:
         print("READY", *control.listening, file=sys.stderr, flush=True)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
@@ -24,7 +24,7 @@ from quantd.daemon.embeddings import (
     engine_requests,
     token_ids,
 )
-from quantd.daemon.errors import OverloadedError
+from quantd.daemon.errors import NoInfillError, OverloadedError
 from quantd.daemon.generation import Choice, Echo, Generation, Head, Usage
 from quantd.daemon.infill import InfillPrompt, InfillText, InfillWriter
 from quantd.daemon.line_rules import LineRules
@@ -242,6 +242,12 @@ class Service:
             )
             return Embeddings(model.name, [event.embedding or b"" for event in events], usage)
 
+    @asynccontextmanager
+    async def model(self, name: str | None) -> AsyncIterator[LoadedModel]:
+        """A model, kept in memory for the block. Raises what keeps it from loading."""
+        with ExitStack() as held:
+            yield await self._acquire(name, 0, held)
+
     async def load(self, model: str | None, keep_alive: float | None = None) -> None:
         """Have a model in memory, for so many seconds (see KeepAlive). Raises what keeps it from loading."""
         with ExitStack() as held:
@@ -344,7 +350,7 @@ def _sampling(
     options: Options, model: LoadedModel, number: int, echo: bool, prompt_len: int
 ) -> SamplingParams:
     """The engine's parameters of a prompt's choice `number`."""
-    known = {**(model.defaults or options.usual), **model.preset.sampling}
+    known = model.sampling_defaults(options.usual)
     defaults: dict[str, Any] = {name: known[name] for name in options.open & known.keys()}
     sampling = msgspec.structs.replace(options.sampling, **defaults)
     vocab_size = model.engine.info.vocab_size
@@ -430,7 +436,7 @@ def _context_len(model: LoadedModel, options: Options) -> int:
 
 def _infill_writer(model: LoadedModel) -> InfillWriter:
     if model.infill is None:
-        raise RequestError(
+        raise NoInfillError(
             f"the model {model.name} has not learnt to fill gaps: its tokenizer lacks the tokens for a "
             "prefix and a suffix; send a prompt without a suffix, or name another model",
             "suffix",

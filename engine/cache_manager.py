@@ -10,7 +10,7 @@ are forgotten (`free(..., forget=True)`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from quantd.engine.block_pool import BlockPool
 from quantd.engine.plan import RequestState
@@ -86,6 +86,17 @@ class CacheManager:
             self.prefix.evict(block)
         while len(state.blocks) > self._num_blocks(state.num_computed):
             self.pool.release(state.blocks.pop(), keep=False)
+
+    def forget(self, prompt: Sequence[int], salt: str) -> None:
+        """Let no later request find the blocks of a prompt's first tokens, whoever else shares them."""
+        size = self.block_size
+        keys = [root_key(salt)]
+        for start in range(0, len(prompt) - size + 1, size):
+            keys.append(block_key(keys[-1], prompt[start : start + size]))
+        for block in self.prefix.find(keys[1:]):
+            self.pool.share(block)
+            self.prefix.evict(block)
+            self.pool.release(block, keep=False)
 
     def check(self, states: Iterable[RequestState], num_reserved: int = 0) -> None:
         """Assert, between steps, that the pool adds up over all the requests there are.

@@ -23,6 +23,7 @@ from quantd.engine.messages import (
     Add,
     Events,
     Failed,
+    Forget,
     FromEngine,
     GetStats,
     Loading,
@@ -107,6 +108,11 @@ class EngineClient:
         self.info.check_request(request)
         self._check_alive()
         return self._generate(request)
+
+    def forget(self, prompt: Sequence[int], salt: str = "") -> None:
+        """Let no later request find what the prefix cache has of a prompt. Raises EngineDiedError."""
+        self._check_alive()
+        self._send(Forget(list(prompt), salt))
 
     async def stats(self) -> Stats:
         """The engine's counters, between two of its steps. Raises EngineDiedError."""

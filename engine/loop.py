@@ -23,7 +23,7 @@ import msgspec
 from quantd.engine.config import EngineConfig
 from quantd.engine.connection import Connection
 from quantd.engine.errors import RankError
-from quantd.engine.messages import Abort, Add, Failed, FromEngine, GetStats, Loading, ToEngine
+from quantd.engine.messages import Abort, Add, Failed, Forget, FromEngine, GetStats, Loading, ToEngine
 from quantd.engine.outbox import HOLD_SECONDS, Outbox
 from quantd.engine.plan import Plan, Runner
 from quantd.engine.ranks import Fail
@@ -96,6 +96,9 @@ class EngineLoop:
                 event = self.scheduler.add(request)
             case Abort(request_id):
                 event = self.scheduler.abort(request_id)
+            case Forget(prompt, salt):
+                self.scheduler.cache.forget(prompt, salt)
+                event = None
             case GetStats():
                 self._send(self.scheduler.stats())
                 event = None

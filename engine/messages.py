@@ -20,6 +20,13 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """Daemon -> engine: let no later request find what the prefix cache has of this prompt."""
+
+    prompt: list[int]
+    salt: str = ""
+
+
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     """Daemon -> engine: answer with Stats."""
 
@@ -136,5 +143,5 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     aborts: int = 0
 
 
-ToEngine = Add | Abort | GetStats
+ToEngine = Add | Abort | Forget | GetStats
 FromEngine = Loading | ModelInfo | Failed | Events | Stats

@@ -117,7 +117,7 @@ def find_daemon(sockets: list[Path], host: str | None) -> DaemonClient:
     clients = [DaemonClient(path) for path in sockets] if host is None else [DaemonClient(parse_host(host))]
     for client in clients:
         try:
-            client.get("/health")
+            client.get("/quantd/version")
         except NoDaemonError:
             continue
         return client

@@ -93,7 +93,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], client: DaemonClient, 
         if process.poll() is not None:
             raise DaemonError(f"The daemon did not start: {_last_line(log)} (all of it: {log})")
         try:
-            client.get("/health")
+            client.get("/quantd/version")
         except NoDaemonError:
             time.sleep(0.05)
         else:

@@ -1,4 +1,4 @@
-"""What the command line asks of a daemon: health, status, load, unload, stop; and its metrics."""
+"""What the command line asks of a daemon: version, status, load, unload, stop; and its metrics."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ModelBody(msgspec.Struct, frozen=True):
     options: dict[str, Any] = {}
 
 
-async def health(request: web.Request) -> web.StreamResponse:
-    """GET /health: the daemon answers, whether or not a model is loaded."""
-    return json_response({"status": "ok"})
+async def version(request: web.Request) -> web.StreamResponse:
+    """GET /quantd/version: a daemon answers, whatever it is doing."""
+    return json_response({"version": request.app[CONTROL].version})
 
 
 async def status(request: web.Request) -> web.StreamResponse:
@@ -101,8 +101,8 @@ async def metrics(request: web.Request) -> web.StreamResponse:
 
 
 CONTROL_ROUTES: Sequence[Route] = (
-    Route("GET", "/health", health),
     Route("GET", "/metrics", metrics),
+    Route("GET", "/quantd/version", version),
     Route("GET", "/quantd/status", status),
     Route("POST", "/quantd/load", load),
     Route("POST", "/quantd/unload", unload),

@@ -9,6 +9,7 @@ from quantd.daemon.control import Control
 from quantd.daemon.model_card import Cards
 from quantd.daemon.response_store import ResponseStore
 from quantd.daemon.service import Service
+from quantd.daemon.slots import Slots
 from quantd.daemon.wire.stream import Timing
 
 CARDS = web.AppKey("cards", Cards)
@@ -16,4 +17,5 @@ SERVICE = web.AppKey("service", Service)
 CONTROL = web.AppKey("control", Control)
 RESPONSES = web.AppKey("responses", ResponseStore)
 BACKGROUND = web.AppKey("background", Background)
+SLOTS = web.AppKey("slots", Slots)
 TIMING = web.AppKey("timing", Timing)

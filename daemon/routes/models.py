@@ -38,9 +38,8 @@ def _models(request: web.Request) -> dict[str, dict[str, Any]]:
     models = request.app[SERVICE].models
     form = anthropic.model_object if anthropic.VERSION_HEADER in request.headers else openai.model_object
     loaded = {entry.name: entry.model for entry in models.entries}
-    lengths = {name: model.engine.info.max_request_len for name, model in loaded.items() if model}
     return {
-        stored.name: form(stored.name, int(stored.created), lengths.get(stored.name))
+        stored.name: form(stored.name, int(stored.created), loaded.get(stored.name))
         for stored in models.store.list()
     }
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from quantd.daemon.generation import Delta, Head, Usage
+from quantd.daemon.models import LoadedModel
 from quantd.daemon.sections import Kind, Section, Sections
 from quantd.daemon.wire.anthropic_request import PageQuery
 from quantd.daemon.wire.errors import Fault, fault_of
@@ -190,8 +191,9 @@ def _reason(fault: Fault) -> str:
     return f"prompt is too long: {prompt_len} tokens > {limit - 1} maximum ({fault.message})"
 
 
-def model_object(name: str, created: int, context_len: int | None) -> dict[str, Any]:
+def model_object(name: str, created: int, model: LoadedModel | None) -> dict[str, Any]:
     """One entry of /v1/models. The context is known only of models in memory."""
+    context_len = None if model is None else model.context_len
     moment = datetime.datetime.fromtimestamp(created, datetime.UTC)
     return {
         "type": "model",

@@ -16,6 +16,7 @@ from aiohttp import web
 
 from quantd.daemon.errors import (
     ModelNotFoundError,
+    NotServedError,
     OverloadedError,
     PreviousResponseError,
     ResponseNotFoundError,
@@ -66,6 +67,7 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (RequestError, 400, "invalid_request_error", None),
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
     (ResponseNotFoundError, 404, "invalid_request_error", None),
+    (NotServedError, 501, "server_error", "not_supported"),
     (OverloadedError, 429, "rate_limit_error", "overloaded"),
     (CapacityError, 503, "server_error", "insufficient_memory"),
     (EngineDiedError, 503, "server_error", "engine_died"),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from quantd.daemon.generation import Answer, Delta, Head, ScoredToken, Usage
+from quantd.daemon.models import LoadedModel
 from quantd.daemon.wire.errors import fault_of, openai_error
 from quantd.daemon.wire.stream import sse_frame
 
@@ -185,8 +186,17 @@ def token_text(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def model_object(name: str, created: int, max_model_len: int | None) -> dict[str, Any]:
-    """One entry of /v1/models. The context is known only of models in memory."""
+def model_object(name: str, created: int, model: LoadedModel | None) -> dict[str, Any]:
+    """One entry of /v1/models, with vLLM's and llama-server's extras for a model in memory."""
     entry = {"id": name, "object": "model", "created": created, "owned_by": "quantd"}
-    known = {"max_model_len": max_model_len, "context_length": max_model_len}
-    return entry | (known if max_model_len is not None else {})
+    if model is None:
+        return entry | {"meta": None}
+    info, context_len = model.engine.info, model.context_len
+    meta = {
+        "n_ctx": context_len,
+        "n_ctx_train": context_len,
+        "n_vocab": info.vocab_size,
+        "n_embd": info.hidden_size,
+        "size": info.weight_bytes,
+    }
+    return entry | {"max_model_len": context_len, "context_length": context_len, "meta": meta}

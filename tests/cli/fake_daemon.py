@@ -67,7 +67,7 @@ class FakeDaemon:
 
     async def _serve(self) -> None:
         app = web.Application()
-        app.router.add_get("/health", _always({"status": "ok"}))
+        app.router.add_get("/quantd/version", _always({"version": "0.1.0"}))
         app.router.add_get("/quantd/status", _always(STATUS))
         app.router.add_get("/v1/models", _always(MODELS))
         app.router.add_post("/quantd/load", self._load)

@@ -105,7 +105,7 @@ async def running_daemon(
         service = Service(models, Metrics(), max_queue)
         listeners = [opened.enter_context(unix_socket(folder / "api.sock"))]
         listeners += opened.enter_context(tcp_sockets("127.0.0.1", 0))
-        control = Control(models, "0.0.0", ["unix"])
+        control = Control(models, "0.0.0", folder / "state", ["unix"])
         runner = make_runner(make_app(service, control, timing))
         await runner.setup()
         for listener in listeners:

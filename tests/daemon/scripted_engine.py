@@ -55,6 +55,7 @@ class ScriptedEngine:
         self.running: dict[str, Request] = {}
         self.seen: list[Request] = []
         self.aborted: list[str] = []
+        self.forgotten: list[list[int]] = []
         self.closed = False
         self.gate = asyncio.Event()
         self.gate.set()
@@ -92,6 +93,7 @@ class ScriptedEngine:
         head = TokenEvent(
             request_id=request.id,
             num_cached=len(request.prompt) // 2,
+            num_computed=len(request.prompt) if request.reports_progress else None,
             prompt_logprobs=prompt_logprobs,
             finish_reason=None if limit else "length",
         )
@@ -120,6 +122,9 @@ class ScriptedEngine:
     def _logprob(self, token: int, top: int) -> TokenLogprob:
         likeliest = [(token, -0.5), (60, -1.5), (61, -math.inf)]
         return TokenLogprob(token, -0.5, likeliest[:top])
+
+    def forget(self, prompt: Sequence[int]) -> None:
+        self.forgotten.append(list(prompt))
 
     async def stats(self) -> Stats:
         held = 2 * len(self.running)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 from daemon_in_loop import Daemon, case, in_loop, running_daemon
+from fake_models import QWEN_INFILL
 
 from quantd.daemon.wire.stream import Timing
 from quantd.engine.errors import CapacityError
@@ -46,6 +47,9 @@ LONG_REQUESTS = [
     (CHAT, {"max_tokens": 400, "n": 4}),
     ("/v1/messages", {"max_tokens": 400}),
     ("/v1/responses", {"input": "hi", "max_output_tokens": 400}),
+    ("/completion", {"prompt": "hi", "n_predict": 400}),
+    ("/infill", {"input_prefix": "hi", "input_suffix": "", "n_predict": 400}),
+    ("/v1/fim/completions", {"prompt": "hi", "max_tokens": 400}),
 ]
 
 
@@ -57,7 +61,7 @@ def test_leaving_aborts_at_once(
     path: str, changes: dict[str, object], stream: bool, tcp: bool, reset: bool
 ) -> None:
     async def leave() -> None:
-        async with running_daemon() as daemon:
+        async with running_daemon(tokens=QWEN_INFILL) as daemon:
             await daemon.service.models.open("tiny")
             await daemon.service.models.entries[0].loaded()
             daemon.engine.gate.clear()

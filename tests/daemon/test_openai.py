@@ -536,6 +536,7 @@ async def test_models_and_tolerant_paths() -> None:
             "object": "model",
             "created": 1700000000,
             "owned_by": "quantd",
+            "meta": None,
         }
         for spelling in ("/v1/models/org/name:q4", "/models/org%2Fname%3Aq4/", "/v1/models/org%2Fname:q4"):
             status, entry = await daemon.get(spelling)

@@ -123,6 +123,26 @@ def test_forgotten_blocks_are_not_found() -> None:
     cache.check([first])
 
 
+def test_a_forgotten_prompt_is_not_found_held_or_not() -> None:
+    for held in (True, False):
+        cache, first, other = CacheManager(12, 4), make_state("a"), make_state("b", [5] * 9)
+        compute(cache, first)
+        compute(cache, other)
+        cache.free(other)
+        if not held:
+            cache.free(first)
+        cache.forget(PROMPT, "other salt")
+        assert cache.num_cached == (2 if held else 5)
+        cache.forget(PROMPT, "")
+        assert cache.num_cached == 2
+        cache.check([first] if held else [])
+        again = make_state("c")
+        assert cache.admit(again, headroom=0) and again.num_computed == 0
+        if held:
+            cache.free(first)
+        cache.check([again])
+
+
 def test_without_prefix_caching_nothing_is_kept() -> None:
     cache, first, second = CacheManager(8, 4, prefix_caching=False), make_state("a"), make_state("b")
     compute(cache, first)

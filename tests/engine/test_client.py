@@ -71,6 +71,10 @@ async def test_load_progress_info_and_a_stream() -> None:
         events = await collect(client, request)
         assert tokens(events) == continuation(request, INFO)[0]
         assert (await client.stats()).generated_tokens == 5
+        for name, cached in (("b", 0), ("c", 8)):
+            assert (await collect(client, make_request(name, [1] * 9, max_tokens=1)))[0].num_cached == cached
+        client.forget([1] * 9)
+        assert (await collect(client, make_request("d", [1] * 9, max_tokens=1)))[0].num_cached == 0
         assert not client.died.done()
     finally:
         await client.close()

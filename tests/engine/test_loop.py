@@ -7,7 +7,7 @@ from fakes import FATAL_TOKEN, FakeRunner, continuation, make_info, make_request
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import RankError
 from quantd.engine.loop import EngineLoop
-from quantd.engine.messages import Abort, Add, Events, FromEngine, GetStats, Stats, ToEngine
+from quantd.engine.messages import Abort, Add, Events, Forget, FromEngine, GetStats, Stats, ToEngine
 from quantd.engine.plan import Plan, StepOutput
 from quantd.engine.request import TokenEvent
 from quantd.engine.scheduler import Scheduler
@@ -59,6 +59,15 @@ def test_a_refusal_and_stats_need_no_step() -> None:
     (stats,) = harness.step(GetStats())
     assert isinstance(stats, Stats)
     assert harness.runner.plans == []
+
+
+def test_a_forgotten_prompt_is_computed_again() -> None:
+    harness, prompt = Harness(), [1, 2, 3, 4, 5, 6]
+    for name, cached in (("a", 0), ("b", 4)):
+        (event,) = events(harness.step(Add(make_request(name, prompt, max_tokens=1))))
+        assert event.num_cached == cached
+    (event,) = events(harness.step(Forget(prompt), Add(make_request("c", prompt, max_tokens=1))))
+    assert event.num_cached == 0
 
 
 def test_a_failed_step_ends_its_requests_and_the_next_is_served() -> None:

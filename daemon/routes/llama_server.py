@@ -1,0 +1,147 @@
+"""llama-server's surface (llama.cpp, tools/server/README.md), for editors that speak it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from quantd.daemon.embeddings import floats
+from quantd.daemon.errors import NoInfillError, NotServedError
+from quantd.daemon.generation import Generation, collect
+from quantd.daemon.routes.keys import CONTROL, SERVICE, SLOTS, TIMING
+from quantd.daemon.routes.llama_server_slots import SLOT_ROUTES
+from quantd.daemon.routes.route import Handler, Route
+from quantd.daemon.wire import llama_server
+from quantd.daemon.wire.body import read_body
+from quantd.daemon.wire.errors import Fault, json_response
+from quantd.daemon.wire.llama_server_options import OptionFields
+from quantd.daemon.wire.llama_server_request import (
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    InfillBody,
+    TokenizeBody,
+)
+from quantd.daemon.wire.openai_request import ChatBody
+from quantd.daemon.wire.stream import send_stream
+from quantd.engine.errors import RequestError
+
+
+async def completion(request: web.Request) -> web.StreamResponse:
+    """POST /completion"""
+    body = await read_body(request, CompletionBody)
+    return await _answer(request, body, request.app[SERVICE].complete(body.neutral()))
+
+
+async def infill(request: web.Request) -> web.StreamResponse:
+    """POST /infill"""
+    body = await read_body(request, InfillBody)
+    try:
+        return await _answer(request, body, request.app[SERVICE].infill(body.neutral()))
+    except NoInfillError as error:
+        raise NotServedError(str(error)) from error
+
+
+async def _answer(
+    request: web.Request, body: OptionFields, starting: Coroutine[Any, Any, Generation]
+) -> web.StreamResponse:
+    async def start() -> Generation:
+        generation = await starting
+        if body.caches:
+            request.app[SLOTS].note(generation.head.model, body.slot, generation.request(0).prompt)
+        frames.watch(generation)
+        return generation
+
+    frames = llama_server.CompletionStream(body)
+    if body.streams:
+        return await send_stream(request, start(), frames, request.app[TIMING])
+    async with await start() as generation:
+        return json_response(llama_server.Reply(body, generation).whole(await collect(generation)))
+
+
+async def tokenize(request: web.Request) -> web.StreamResponse:
+    """POST /tokenize"""
+    body = await read_body(request, TokenizeBody)
+    async with request.app[SERVICE].model(body.model) as model:
+        return json_response({"tokens": await asyncio.to_thread(body.tokens, model.tokenizer)})
+
+
+async def detokenize(request: web.Request) -> web.StreamResponse:
+    """POST /detokenize"""
+    body = await read_body(request, DetokenizeBody)
+    async with request.app[SERVICE].model(body.model) as model:
+        body.check(model.engine.info.vocab_size)
+        text = await asyncio.to_thread(model.tokenizer.decode, body.tokens, special=True)
+        return json_response({"content": text})
+
+
+async def apply_template(request: web.Request) -> web.StreamResponse:
+    """POST /apply-template, whose body is that of /v1/chat/completions"""
+    body = await read_body(request, ChatBody)
+    prompt = await request.app[SERVICE].prompt(body.neutral())
+    return json_response({"prompt": prompt.text})
+
+
+async def embedding(request: web.Request) -> web.StreamResponse:
+    """POST /embedding"""
+    body = await read_body(request, EmbeddingBody)
+    found = await request.app[SERVICE].embed(body.neutral())
+    vectors = [{"index": index, "embedding": [floats(item)]} for index, item in enumerate(found.vectors)]
+    return await asyncio.to_thread(json_response, vectors)
+
+
+async def rerank(request: web.Request) -> web.StreamResponse:
+    """POST /rerank"""
+    raise NotServedError("this daemon has no reranking")
+
+
+async def props(request: web.Request) -> web.StreamResponse:
+    """GET /props; a model that is not loaded is, unless ?autoload=false."""
+    service, name = request.app[SERVICE], request.query.get("model")
+    if request.query.get("autoload", "true") in ("false", "0"):
+        _check_loaded(request, name)
+    async with service.model(name) as model:
+        entry = service.models.entry(model.name)
+        return json_response(llama_server.props_object(model, entry.config, request.app[CONTROL].version))
+
+
+def _check_loaded(request: web.Request, name: str | None) -> None:
+    loaded = [entry.name for entry in request.app[SERVICE].models.entries if entry.model is not None]
+    if not loaded or name not in (None, "default", *loaded):
+        raise RequestError(f"{name or 'no model'} is not loaded", "model")
+
+
+async def health(request: web.Request) -> web.StreamResponse:
+    """GET /health: 503 as long as models load and none is ready yet; no model at all is no harm."""
+    entries = request.app[SERVICE].models.entries
+    if any(entry.state == "loading" for entry in entries) and not any(entry.model for entry in entries):
+        return json_response(llama_server.llama_error(Fault(503, "Loading model")), 503)
+    return json_response({"status": "ok"})
+
+
+async def lora_adapters(request: web.Request) -> web.StreamResponse:
+    """GET /lora-adapters: there are none."""
+    return json_response([])
+
+
+_POSTS: Sequence[tuple[str, Handler]] = (
+    ("/completion", completion),
+    ("/infill", infill),
+    ("/tokenize", tokenize),
+    ("/detokenize", detokenize),
+    ("/apply-template", apply_template),
+    ("/embedding", embedding),
+)
+_RERANK_PATHS = ("/rerank", "/reranking")
+
+LLAMA_SERVER_ROUTES: Sequence[Route] = (
+    Route("GET", "/health", health, versioned=True, errors=llama_server.llama_error),
+    *(Route("POST", path, handler, errors=llama_server.llama_error) for path, handler in _POSTS),
+    *(Route("POST", path, rerank, versioned=True, errors=llama_server.llama_error) for path in _RERANK_PATHS),
+    Route("GET", "/props", props, errors=llama_server.llama_error),
+    Route("GET", "/lora-adapters", lora_adapters, errors=llama_server.llama_error),
+    *SLOT_ROUTES,
+)

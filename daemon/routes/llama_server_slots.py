@@ -1,0 +1,101 @@
+"""llama-server's slots: what they are here, and how their prompts are saved, restored and erased."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from quantd.daemon.generation import collect
+from quantd.daemon.routes.keys import SERVICE, SLOTS
+from quantd.daemon.routes.route import Route
+from quantd.daemon.service import CompletionRequest, Options
+from quantd.daemon.wire import llama_server
+from quantd.daemon.wire.body import read_body
+from quantd.daemon.wire.errors import Fault, json_response
+from quantd.daemon.wire.llama_server_request import SlotBody
+from quantd.engine.errors import RequestError
+from quantd.engine.request import SamplingParams
+
+
+async def list_slots(request: web.Request) -> web.StreamResponse:
+    """GET /slots: as many as requests may run at a time. With ?fail_on_no_slot=1, 503 if all are taken."""
+    models = request.app[SERVICE].models
+    async with request.app[SERVICE].model(request.query.get("model")) as model:
+        num_slots = models.entry(model.name).config.max_num_requests
+        stats = await model.engine.stats()
+        num_busy = stats.num_running + stats.num_waiting
+        if request.query.get("fail_on_no_slot") and num_busy >= num_slots:
+            return json_response(llama_server.llama_error(Fault(503, "no slot available")), 503)
+        slots = [llama_server.slot_object(slot, slot < num_busy, model) for slot in range(num_slots)]
+        return json_response(slots)
+
+
+async def act_on_slot(request: web.Request) -> web.StreamResponse:
+    """POST /slots/{id}?action=save, restore or erase"""
+    body = await read_body(request, SlotBody)
+    name = request.query.get("action", "")
+    if name not in _ACTIONS:
+        raise RequestError(f"action must be one of {', '.join(_ACTIONS)}, got {name!r}", "action")
+    return json_response(await _ACTIONS[name](request, body, int(request.match_info["slot"])))
+
+
+async def _save(request: web.Request, body: SlotBody, slot: int) -> dict[str, Any]:
+    started = time.perf_counter()
+    async with request.app[SERVICE].model(body.model) as model:
+        file = await asyncio.to_thread(request.app[SLOTS].save, model.name, slot, body.filename)
+    milliseconds = 1000 * (time.perf_counter() - started)
+    return {
+        "id_slot": slot,
+        "filename": body.filename,
+        "n_saved": len(file.prompt.tokens),
+        "n_written": file.size,
+        "timings": {"save_ms": milliseconds},
+    }
+
+
+async def _restore(request: web.Request, body: SlotBody, slot: int) -> dict[str, Any]:
+    """Have the saved prompt computed, unless the prefix cache holds it still; then answer."""
+    started = time.perf_counter()
+    file = await asyncio.to_thread(request.app[SLOTS].load, body.filename)
+    name, tokens = file.prompt.model, file.prompt.tokens
+    if body.model not in (None, name):
+        raise RequestError(
+            f"filename: {body.filename} is a prompt of {name}, not of {body.model}", "filename"
+        )
+    options = Options(sampling=SamplingParams(max_tokens=0))
+    asked = CompletionRequest(model=name, prompts=[tokens], options=options)
+    async with await request.app[SERVICE].complete(asked) as generation:
+        await collect(generation)
+    request.app[SLOTS].note(name, slot, tokens)
+    milliseconds = 1000 * (time.perf_counter() - started)
+    return {
+        "id_slot": slot,
+        "filename": body.filename,
+        "n_restored": len(tokens),
+        "n_read": file.size,
+        "timings": {"restore_ms": milliseconds},
+    }
+
+
+async def _erase(request: web.Request, body: SlotBody, slot: int) -> dict[str, Any]:
+    """Forget the prompt, in the prefix cache too."""
+    async with request.app[SERVICE].model(body.model) as model:
+        tokens = request.app[SLOTS].erase(model.name, slot)
+        model.engine.forget(tokens)
+        return {"id_slot": slot, "n_erased": len(tokens)}
+
+
+_ACTIONS: Mapping[str, Callable[[web.Request, SlotBody, int], Awaitable[dict[str, Any]]]] = {
+    "save": _save,
+    "restore": _restore,
+    "erase": _erase,
+}
+
+SLOT_ROUTES: Sequence[Route] = (
+    Route("GET", "/slots", list_slots, errors=llama_server.llama_error),
+    Route("POST", r"/slots/{slot:\d{1,4}}", act_on_slot, errors=llama_server.llama_error),
+)
