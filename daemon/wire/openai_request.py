@@ -1,11 +1,11 @@
 """OpenAI's request bodies, parsed strictly and turned into neutral requests.
 
 Source: OpenAI API reference, chat/completions and completions, with the extras that local clients send
-(top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, cache_salt,
-chat_template_kwargs). null means the default, unknown fields are ignored, no value is coerced, and what
-would change the answer but is not supported is refused by name. Own rules: sampling fields default to the
-model's own; max_tokens -1 is "no limit"; stream_options without stream is ignored; empty stop strings are
-none; text parts are joined by a newline; token ids of padded embedding rows, which have no text, are
+(top_k, min_p, repetition_penalty or repeat_penalty, min_tokens, stop_token_ids, ignore_eos, cache_salt,
+chat_template_kwargs, n_predict). null means the default, unknown fields are ignored, no value is coerced,
+and what would change the answer but is not supported is refused by name. Own rules: sampling fields default
+to the model's own; max_tokens -1 is "no limit"; stream_options without stream is ignored; empty stop strings
+are none; text parts are joined by a newline; token ids of padded embedding rows, which have no text, are
 accepted.
 """
 
@@ -45,6 +45,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    n_predict: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     n: int | None = None
@@ -56,6 +57,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -83,6 +85,8 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
         if not 1 <= n <= MAX_CHOICES:
             raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {n}", "n")
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS}
+        if self.repetition_penalty is None:
+            given["repetition_penalty"] = self.repeat_penalty
         params, left_open = sampling(
             given,
             stop_token_ids=tuple(self.stop_token_ids or ()),
@@ -148,10 +152,14 @@ class ChatBody(_Fields, frozen=True, kw_only=True):
         )
 
     def _max_tokens(self) -> int | None:
-        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        """The first limit given; llama-server's name for it may ask for the prompt alone."""
+        least = {"max_completion_tokens": 1, "max_tokens": 1, "n_predict": 0}
+        name = next((name for name in least if getattr(self, name) is not None), "max_tokens")
         limit: int | None = getattr(self, name)
-        if limit is not None and not (limit == -1 or 1 <= limit < 2**31):
-            raise RequestError(f"{name} must be at least 1, or -1 for no limit, got {limit}", name)
+        if limit is not None and not (limit == -1 or least[name] <= limit < 2**31):
+            raise RequestError(
+                f"{name} must be at least {least[name]}, or -1 for no limit, got {limit}", name
+            )
         return limit
 
     def _num_logprobs(self) -> int | None:
@@ -176,7 +184,8 @@ class CompletionBody(_Fields, frozen=True, kw_only=True):
             raise RequestError("best_of: only the value of n is supported", "best_of")
         if self.logprobs is not None:
             check_range("logprobs", self.logprobs, MAX_LOGPROBS)
-        max_tokens = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        limits = (self.max_tokens, self.n_predict, COMPLETION_TOKENS)
+        max_tokens = next(limit for limit in limits if limit is not None)
         options = self.options(max_tokens, self.logprobs)
         if self.suffix is not None:
             text = InfillText(prefix=self._prefix(), suffix=self.suffix)

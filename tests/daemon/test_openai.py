@@ -546,3 +546,23 @@ async def test_models_and_tolerant_paths() -> None:
             assert (await daemon.post(spelling, HI))[0] == 200
         _, entry = await daemon.get("/v1/models/tiny")
         assert entry["max_model_len"] == 512
+
+
+@in_loop
+async def test_llama_servers_names_of_limits_and_penalties() -> None:
+    """llama.vim and llama.vscode have a chat's prompt computed ahead so."""
+    async with running_daemon() as daemon:
+        body = {"messages": HI["messages"], "n_predict": 0, "samplers": [], "repeat_penalty": 1.1}
+        status, reply = await daemon.post(CHAT, body)
+        assert status == 200 and reply["usage"]["completion_tokens"] == 0
+        assert reply["choices"][0]["finish_reason"] == "length"
+        assert daemon.engine.seen[0].sampling.repetition_penalty == 1.1
+        _, reply = await daemon.post(
+            CHAT, HI | {"n_predict": 9, "repetition_penalty": 1.2, "repeat_penalty": 2}
+        )
+        assert reply["usage"]["completion_tokens"] == 4, "max_tokens goes before"
+        assert daemon.engine.seen[1].sampling.repetition_penalty == 1.2
+        for limit in (0, 3, -1):
+            _, reply = await daemon.post(COMPLETIONS, {"prompt": "x", "n_predict": limit})
+            assert reply["usage"]["completion_tokens"] == (limit if limit >= 0 else 511)
+        assert (await daemon.post(CHAT, body | {"n_predict": -2}))[0] == 400
