@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import msgspec
@@ -26,6 +26,11 @@ class Capabilities:
     tools: bool
     thinking: bool
     infill: str | None
+
+    @property
+    def names(self) -> list[str]:
+        """Those there are, in words."""
+        return [field.name for field in fields(self) if getattr(self, field.name)]
 
 
 def capabilities_of(tokenizer: Tokenizer) -> Capabilities:

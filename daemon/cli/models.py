@@ -11,6 +11,7 @@ import msgspec
 from quantd.daemon.cli.options import json_option, model_argument
 from quantd.daemon.cli.output import format_bytes, format_time, print_json, print_table, progress
 from quantd.daemon.config import Paths
+from quantd.quant.errors import CheckpointError
 
 if TYPE_CHECKING:
     from quantd.daemon.store import Store, StoredModel
@@ -52,7 +53,8 @@ def list_command(as_json: bool) -> None:
     if as_json:
         print_json([_as_dict(model) for model in models])
     else:
-        print_table(("NAME", "SIZE", "FORMAT", "ARCH", "MODIFIED"), [_row(model) for model in models])
+        header = ("NAME", "SIZE", "FORMAT", "ARCH", "CAN", "MODIFIED")
+        print_table(header, [_row(model) for model in models])
 
 
 @click.command("show")
@@ -64,7 +66,8 @@ def show_command(name: str, as_json: bool) -> None:
     if as_json:
         print_json(fields)
     else:
-        print_table(("FIELD", "VALUE"), list(fields.items()))
+        told = fields | {"capabilities": _words(fields["capabilities"])}
+        print_table(("FIELD", "VALUE"), list(told.items()))
 
 
 @click.command("rm")
@@ -95,9 +98,23 @@ def _store() -> Store:
 
 def _row(model: StoredModel) -> tuple[str, ...]:
     size, modified = format_bytes(model.bytes), format_time(model.created)
-    return model.name, size, model.description, model.architecture, modified
+    return model.name, size, model.description, model.architecture, _words(_capabilities(model)), modified
 
 
 def _as_dict(model: StoredModel) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(model, enc_hook=str)
-    return fields
+    return fields | {"capabilities": _capabilities(model)}
+
+
+def _capabilities(model: StoredModel) -> list[str] | None:
+    """What the model can do; None where its files are damaged, which a list of all others must not hide."""
+    from quantd.daemon.capabilities import read_capabilities  # its imports take 0.1 s, as the store's
+
+    try:
+        return read_capabilities(model.path).names
+    except CheckpointError:
+        return None
+
+
+def _words(capabilities: list[str] | None) -> str:
+    return "damaged" if capabilities is None else ",".join(capabilities) or "completion"
