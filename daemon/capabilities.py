@@ -10,6 +10,7 @@ import msgspec
 
 from quantd.daemon.infill_formats import format_of
 from quantd.daemon.model_files import read_json
+from quantd.daemon.reasoning import reasoning_tags
 from quantd.daemon.templates import ChatTemplate
 from quantd.daemon.tokenizer import Tokenizer, template_source
 from quantd.quant.errors import CheckpointError
@@ -17,7 +18,9 @@ from quantd.quant.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Capabilities:
-    """chat: has a template. tools: which takes tools. thinking: and lets the model reason first.
+    """chat: has a template. tools: takes tools, which every template can be told of (see ToolPrompts).
+
+    thinking: the model may reason before it answers.
 
     infill: the family whose prompts towards a suffix the model knows, None for none.
     """
@@ -50,8 +53,8 @@ def _capabilities(has_token: Callable[[str], bool], template: ChatTemplate | Non
     format = format_of(has_token)
     return Capabilities(
         chat=template is not None,
-        tools=template is not None and template.takes_tools,
-        thinking=template is not None and template.thinks,
+        tools=template is not None,
+        thinking=template is not None and reasoning_tags(template.source) is not None,
         infill=None if format is None else format.family,
     )
 

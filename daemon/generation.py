@@ -12,17 +12,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
+from quantd.daemon.content_end import ContentEnd, End, Finish
 from quantd.daemon.errors import GenerationError
 from quantd.daemon.line_rules import LineLimit, LineRules
 from quantd.daemon.metrics import Metrics
-from quantd.daemon.output_parser import OutputParser, Piece, PlainOutput, ToolCallDelta
+from quantd.daemon.output_parser import OutputParser, Piece, PlainOutput, ToolCallDelta, joined
 from quantd.daemon.text import StopStrings
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.request import Request, TokenEvent, TokenLogprob
-
-Finish = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ class Head:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens: each prompt counted once, all choices, and what the prefix cache spared.
+    """Tokens: each prompt counted once, all choices, what the prefix cache spared, those that reasoned.
 
     Seconds: until the model was loaded, from then to the first token, and from that to the last.
     """
@@ -92,6 +91,7 @@ class Usage:
     load_seconds: float = 0.0
     prompt_seconds: float = 0.0
     decode_seconds: float = 0.0
+    reasoning_tokens: int = 0
 
 
 class Echo:
@@ -141,14 +141,6 @@ def score(tokenizer: Tokenizer, entry: TokenLogprob, offset: int, known: bool = 
     )
 
 
-@dataclass(frozen=True)
-class _End:
-    """Why an answer ends."""
-
-    reason: Finish
-    stop_string: str | None = None
-
-
 class Choice:
     """One continuation as text. A token's entry goes out with the first of its text that does."""
 
@@ -164,17 +156,17 @@ class Choice:
     ) -> None:
         self.index = index
         self.num_tokens = 0
+        self.num_reasoning = 0
         self.num_cached = 0
         self.finished = False
         self._parser = parser or PlainOutput()
         self._calls_tools = False
         self.tokenizer = tokenizer
         self._detokenizer = tokenizer.detokenizer(shown=self._parser.shown)
-        self._stops = stops
-        self._lines = lines or LineRules().limit()
+        self._content = ContentEnd(stops, lines or LineRules().limit())
         self._scored = scored
         self._echo = echo
-        self._decoded = self._released = 0 if echo is None else len(echo.text)
+        self._decoded = 0 if echo is None else len(echo.text)
         self._waiting: deque[ScoredToken] = deque()
         self._new_ids: list[int] = []
 
@@ -197,44 +189,54 @@ class Choice:
         deltas = self.start()
         if event.num_computed is not None:
             deltas.append(Delta(self.index, num_prefilled=event.num_computed))
-        text, end = self._take(event)
+        pieces: list[Piece] = []
+        end = self._take(event, pieces)
         if end is not None:
-            return [*deltas, *self._finish(text, end)]
+            return [*deltas, *self._finish(pieces, end)]
         if event.finish_reason is not None:
-            return [*deltas, *self._finish(text, _End(cast(Finish, event.finish_reason)), is_whole=True)]
-        return [*deltas, *self._pieces(self._parser.feed(text), self._release(text))]
+            return [*deltas, *self._finish(pieces, End(cast(Finish, event.finish_reason)))]
+        return [*deltas, *self._deltas(pieces, self._release())]
 
-    def _take(self, event: TokenEvent) -> tuple[str, _End | None]:
-        """The text that an event sets free, and why it ends the answer if so. A stop token has no text."""
+    def _take(self, event: TokenEvent, pieces: list[Piece]) -> End | None:
+        """Add the pieces that an event sets free; why they end the answer if so. A stop token has no text."""
         ids = event.token_ids[:-1] if event.finish_reason == "stop" else event.token_ids
-        text = ""
         for place, token_id in enumerate(ids):
             if self._scored:
                 self._waiting.append(score(self.tokenizer, event.logprobs[place], self._decoded))
-            free, end = self._add(self._detokenizer.feed(token_id))
-            text += free
+            end = self._read(self._detokenizer.feed(token_id), pieces)
             if end is not None:
-                return text, end
+                return end
         if event.finish_reason is None:
-            return text, None
-        free, end = self._add(self._detokenizer.flush())
-        if end is not None:
-            return text + free, end
-        held, _ = self._lines.feed(self._stops.flush())
-        return text + free + held, None
+            return None
+        end = self._read(self._detokenizer.flush(), pieces) or self._add(self._parser.flush(), pieces)
+        if end is None:
+            pieces.append(Piece(self._content.release()))
+        return end
 
-    def _add(self, piece: str) -> tuple[str, _End | None]:
-        self._decoded += len(piece)
-        free, met = self._stops.feed(piece)
-        free, ends = self._lines.feed(free)
-        if ends:
-            return free, _End("length")
-        return free, None if met is None else _End("stop", met)
+    def _read(self, text: str, pieces: list[Piece]) -> End | None:
+        """Add what a token's text sets free."""
+        self._decoded += len(text)
+        reasons = self._parser.in_reasoning
+        end = self._add(self._parser.feed(text), pieces)
+        self.num_reasoning += reasons or self._parser.in_reasoning
+        return end
 
-    def _pieces(self, pieces: Sequence[Piece], tokens: tuple[ScoredToken, ...]) -> list[Delta]:
+    def _add(self, new: Sequence[Piece], pieces: list[Piece]) -> End | None:
+        """Add pieces to the end of the content, if that comes. Reasoning and calls have no such end."""
+        for piece in new:
+            if not piece.text:
+                pieces += (Piece(self._content.release()), piece)
+                continue
+            text, end = self._content.feed(piece.text)
+            pieces.append(Piece(text))
+            if end is not None:
+                return end
+        return None
+
+    def _deltas(self, pieces: Sequence[Piece], tokens: tuple[ScoredToken, ...]) -> list[Delta]:
         """A delta for each piece; the first of them has the tokens."""
         deltas = []
-        for piece in pieces or ((Piece(),) if tokens else ()):
+        for piece in joined(pieces) or ([Piece()] if tokens else []):
             self._calls_tools = self._calls_tools or piece.tool_call is not None
             deltas.append(
                 Delta(
@@ -253,22 +255,21 @@ class Choice:
         ids, self._new_ids = tuple(self._new_ids), []
         return ids
 
-    def _finish(self, text: str, end: _End, is_whole: bool = False) -> list[Delta]:
-        """The last deltas. is_whole: no text was cut off."""
+    def _finish(self, pieces: Sequence[Piece], end: End) -> list[Delta]:
+        """The last deltas. Tokens are left out whose text was cut off."""
         self.finished = True
-        tokens = self._release(text)
-        if is_whole:
-            tokens += tuple(self._waiting)
-        pieces = (*self._parser.feed(text), *self._parser.flush())
-        deltas = self._pieces(pieces, tokens) or [Delta(self.index, token_ids=self._take_ids())]
+        is_whole = not self._content.num_held
+        tokens = (*self._release(), *(self._waiting if is_whole else ()))
+        deltas = self._deltas(pieces, tokens) or [Delta(self.index, token_ids=self._take_ids())]
         calls_tools = end.reason == "stop" and self._calls_tools
         reason: Finish = "tool_calls" if calls_tools else end.reason
         return [*deltas[:-1], replace(deltas[-1], finish_reason=reason, stop_string=end.stop_string)]
 
-    def _release(self, text: str) -> tuple[ScoredToken, ...]:
-        self._released += len(text)
+    def _release(self) -> tuple[ScoredToken, ...]:
+        """The tokens of which some text is neither held back nor cut off."""
+        released = self._decoded - self._content.num_held
         tokens = []
-        while self._waiting and self._waiting[0].offset < self._released:
+        while self._waiting and self._waiting[0].offset < released:
             tokens.append(self._waiting.popleft())
         return tuple(tokens)
 
@@ -377,6 +378,7 @@ class Generation:
             load_seconds=self._load_seconds,
             prompt_seconds=first - self._clocks[0].started,
             decode_seconds=latest - first,
+            reasoning_tokens=sum(choice.num_reasoning for _, choice in self._jobs),
         )
 
     def usage_of(self, index: int) -> Usage:
@@ -389,6 +391,7 @@ class Generation:
             load_seconds=self._load_seconds,
             prompt_seconds=clock.prompt_seconds,
             decode_seconds=clock.decode_seconds,
+            reasoning_tokens=choice.num_reasoning,
         )
 
     def request(self, index: int) -> Request:

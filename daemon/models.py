@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from quantd.daemon.chat_format import ChatFormat
 from quantd.daemon.embedding_head import EmbeddingHead
 from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.infill_formats import infill_writer
@@ -92,8 +93,8 @@ class LoadedModel:
     """A model that answers.
 
     defaults: what its author says of sampling, as fields of SamplingParams for requests that leave them
-    open. preset: what else it brings to them. head: how it embeds. infill: writes its prompts towards a
-    suffix, if it knows any. num_requests: those that hold it.
+    open. preset: what else it brings to them. head: how it embeds. chat: how it chats, if it does. infill:
+    writes its prompts towards a suffix, if it knows any. num_requests: those that hold it.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class LoadedModel:
         self.preset = preset
         self.head = head
         self.keep_alive = keep_alive
+        self.chat = None if tokenizer.template is None else ChatFormat(tokenizer.template, tokenizer)
         self.infill = infill_writer(tokenizer)
         self.num_requests = 0
         self._idle = asyncio.Event()

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-from quantd.daemon.generation import Delta, Finish, Generation
+from quantd.daemon.content_end import Finish
+from quantd.daemon.generation import Delta, Generation
 
 Kind: TypeAlias = Literal["reasoning", "content", "tool_call"]
 

@@ -11,10 +11,12 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from quantd.daemon.chat_format import ChatFormat, Prompt
 from quantd.daemon.constraints import Constraint
 from quantd.daemon.embeddings import (
     MOST_AT_ONCE,
@@ -31,10 +33,12 @@ from quantd.daemon.line_rules import LineRules
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.model_files import USUAL_SAMPLING
 from quantd.daemon.models import LoadedModel, Models
+from quantd.daemon.output_parser import OutputParser, PlainOutput
 from quantd.daemon.preset import Preset
-from quantd.daemon.templates import ChatTemplate, Message
+from quantd.daemon.templates import Message
 from quantd.daemon.text import StopStrings
 from quantd.daemon.tokenizer import Tokenizer
+from quantd.daemon.tool_formats.format import CallRules, read_tools
 from quantd.daemon.truncation import shortened
 from quantd.engine.errors import ContextLengthError, RequestError
 from quantd.engine.request import INT64_MAX, Request, SamplingParams
@@ -80,10 +84,11 @@ class Options:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the answer may or must call tools, and which, if one is named."""
+    """Whether the answer may or must call tools. name: the only one to call; allowed: those that may be."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     name: str | None = None
+    allowed: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,14 +143,6 @@ class InfillRequest:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """A conversation as the model reads it. text: with special tokens by name."""
-
-    text: str
-    ids: list[int]
-
-
-@dataclass(frozen=True)
 class _Prompts:
     """Prompts in tokens. echoed: to be repeated before the answers, as sent, None for token ids.
 
@@ -177,16 +174,21 @@ class Service:
         """
         with ExitStack() as held:
             started = time.monotonic()
+            rules = _call_rules(request)
             model = await self._acquire(request.model, request.options.n, held, request.options.keep_alive)
             loaded = time.monotonic() - started
-            prompt = await _chat_prompt(model, request)
-            return self._generate(model, _Prompts([prompt.ids]), request.options, held, loaded)
+            chat = _chat_format(model, request)
+            prompt = await _chat_prompt(model, chat, request)
+            grammar = await _grammar(chat, prompt, rules, request.options.constraint)
+            parser = partial(chat.parser, prompt, rules)
+            prompts = _Prompts([prompt.ids])
+            return self._generate(model, prompts, request.options, held, loaded, parser, grammar)
 
     async def prompt(self, request: ChatRequest) -> Prompt:
         """The prompt that `chat` would give the model. Raises as `chat`."""
         with ExitStack() as held:
             model = await self._acquire(request.model, 0, held)
-            return await _chat_prompt(model, request)
+            return await _chat_prompt(model, _chat_format(model, request), request)
 
     async def complete(self, request: CompletionRequest) -> Generation:
         """Start to go on with raw prompts; choice j of prompt i has the index i * n + j. Raises as `chat`."""
@@ -298,6 +300,8 @@ class Service:
         options: Options,
         held: ExitStack,
         load_seconds: float,
+        new_parser: Callable[[], OutputParser] = PlainOutput,
+        grammar: str | None = None,
     ) -> Generation:
         """Check every engine request, then start them."""
         options = _completed(options, model.preset)
@@ -318,8 +322,8 @@ class Service:
             model.engine.info.check_request(request, options.context_len)
             scored = request.sampling.logprobs is not None
             echo = None if echoed is None else Echo(model.tokenizer, ids, echoed[place], scored)
-            lines = options.lines.limit()
-            choice = Choice(index, model.tokenizer, stops.restarted(), scored, echo, lines=lines)
+            lines, parser = options.lines.limit(), new_parser()
+            choice = Choice(index, model.tokenizer, stops.restarted(), scored, echo, parser, lines)
             jobs.append((request, choice))
         on_close = held.pop_all().close
         head = Head(
@@ -387,14 +391,13 @@ def _wrap_int64(seed: int, number: int) -> int:
     return (seed + number + INT64_MAX + 1) % (2 * (INT64_MAX + 1)) - INT64_MAX - 1
 
 
-async def _chat_prompt(model: LoadedModel, request: ChatRequest) -> Prompt:
-    template = _template(model, request)
+async def _chat_prompt(model: LoadedModel, chat: ChatFormat, request: ChatRequest) -> Prompt:
     messages = model.preset.conversation(request.messages)
 
     def render(messages: Sequence[Message]) -> Prompt:
-        variables = request.template_variables
-        text = template.render(messages, request.tools, request.documents, variables)
-        return Prompt(text, _behind(request.history, model.tokenizer.encode(text), model.tokenizer))
+        variables, thinking = request.template_variables, request.thinking
+        prompt = chat.prompt(messages, request.tools, request.documents, variables, thinking)
+        return replace(prompt, ids=_behind(request.history, prompt.ids, model.tokenizer))
 
     def render_fitting() -> Prompt:
         if not request.truncate:
@@ -408,15 +411,43 @@ async def _chat_prompt(model: LoadedModel, request: ChatRequest) -> Prompt:
     return await _in_time(sum(sizes), render_fitting)
 
 
-def _template(model: LoadedModel, request: ChatRequest) -> ChatTemplate:
+async def _grammar(
+    chat: ChatFormat, prompt: Prompt, rules: CallRules | None, constraint: Constraint | None
+) -> str | None:
+    """What an answer may be, written beside the event loop, as schemas may be long; None where it is free."""
+    if rules is None and constraint is None:
+        return None
+    return await asyncio.to_thread(chat.grammar, prompt, rules, constraint)
+
+
+def _call_rules(request: ChatRequest) -> CallRules | None:
+    """What the answer may call; None: nothing."""
+    tools, choice = read_tools(request.tools or ()), request.tool_choice
+    allowed = choice.allowed if choice.name is None else (choice.name,)
+    for name in allowed or ():
+        if all(tool.name != name for tool in tools):
+            raise RequestError(f"tool_choice: there is no tool named {name!r}", "tool_choice")
+    called = [tool for tool in tools if allowed is None or tool.name in allowed]
+    required = choice.mode == "required"
+    if required and not called:
+        raise RequestError("tool_choice: required needs tools to choose from", "tool_choice")
+    if required:
+        raise RequestError("tool_choice: required is not supported yet", "tool_choice")
+    if choice.mode == "none" or not called:
+        return None
+    parallel = request.parallel_tool_calls and choice.name is None
+    return CallRules(called, required, parallel)
+
+
+def _chat_format(model: LoadedModel, request: ChatRequest) -> ChatFormat:
     if request.template is not None:
         try:
-            return model.tokenizer.chat_template(request.template)
+            return ChatFormat(model.tokenizer.chat_template(request.template), model.tokenizer)
         except CheckpointError as error:
             raise RequestError(f"template: {error}; it must be Jinja, not Go", "template") from error
-    if model.tokenizer.template is None:
+    if model.chat is None:
         raise RequestError(f"the model {model.name} has no chat template; use /v1/completions", "model")
-    return model.tokenizer.template
+    return model.chat
 
 
 def _behind(history: Sequence[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,14 +15,14 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from quantd.daemon.control_tokens import MARK
 from quantd.engine.errors import RequestError
 from quantd.quant.errors import CheckpointError
 
 Message = dict[str, Any]
 
-# Variables that switch a model's reasoning on and off, and tags that templates put around it.
-_THINKING = {"enable_thinking", "thinking", "reasoning_effort"}
-_THINK_MARKS = ("<think>", "[THINK]")
+# A mark as JSON in ASCII has it, with the escaped backslashes before it.
+_ESCAPED_MARK = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(MARK):04x}")
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -37,8 +38,8 @@ class _GenerationTag(jinja2.ext.Extension):
 class ChatTemplate:
     """A model's chat template. Raises CheckpointError where `source` is no valid Jinja.
 
-    special_tokens: the names that templates use for them, such as bos_token. takes_tools: whether it has a
-    place for tools. thinks: whether its model may reason before it answers.
+    special_tokens: the names that templates use for them, such as bos_token. variables: the names that it
+    looks up.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -49,10 +50,8 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the model's chat template is not valid: {error}") from error
         self.source = source
+        self.variables = frozenset(variables)
         self._special_tokens = dict(special_tokens)
-        self.takes_tools = "tools" in variables
-        self._takes_calls = "tool_calls" in source
-        self.thinks = bool(_THINKING & variables) or any(mark in source for mark in _THINK_MARKS)
 
     def render(
         self,
@@ -63,10 +62,8 @@ class ChatTemplate:
     ) -> str:
         """The prompt that ends where the assistant's answer begins.
 
-        Raises RequestError with the template's own reason where it refuses the messages, and where it
-        would leave out tools or tool calls without a word.
+        Raises RequestError with the template's own reason where it refuses the messages.
         """
-        self._check_tools(messages, tools)
         try:
             return self._template.render(
                 **self._special_tokens
@@ -83,12 +80,6 @@ class ChatTemplate:
             raise RequestError(
                 f"the model's chat template fails on these messages: {reason}", "messages"
             ) from error
-
-    def _check_tools(self, messages: Sequence[Message], tools: Sequence[object] | None) -> None:
-        if tools and not self.takes_tools:
-            raise RequestError("this model's chat template has no place for tools", "tools")
-        if any(message.get("tool_calls") for message in messages) and not self._takes_calls:
-            raise RequestError("this model's chat template has no place for tool calls", "messages")
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
@@ -109,9 +100,10 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML, which is wrong in a prompt."""
-    return json.dumps(
+    text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    return _ESCAPED_MARK.sub(rf"\1{MARK}", text) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> None:

@@ -213,13 +213,18 @@ class StopStrings:
         """The text that is free to go out, and the stop string that was met (then nothing may follow)."""
         if not self._stops:
             return text, None
-        text, known = self._held + text, len(self._held)
+        text, known, self._held = self._held + text, len(self._held), ""
         for position in range(known, len(text)):
             if met := self._advance(text[position]):
                 return text[: position + 1 - len(met)], met
         free = len(text) - max(self._states)
         self._held = text[free:]
         return text[:free], None
+
+    @property
+    def num_held(self) -> int:
+        """Characters that are held back."""
+        return len(self._held)
 
     def flush(self) -> str:
         """The text held back, when no more comes."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
+from quantd.daemon.control_tokens import ControlTokens
 from quantd.daemon.model_files import read_json
 from quantd.daemon.templates import ChatTemplate
 from quantd.daemon.text import (
@@ -47,7 +48,8 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 class Tokenizer:
     """Text to tokens and back for one model.
 
-    end_ids: the ids that end an answer. template: None where the model has none.
+    end_ids: the ids that end an answer. template: None where the model has none. control_tokens: those that
+    no message may write.
     """
 
     def __init__(
@@ -67,6 +69,10 @@ class Tokenizer:
             if (token.special or _MARKUP.fullmatch(token.content)) and token.content != unknown
         )
         self._space_first = core.encode("a", add_special_tokens=False).tokens[:1] not in (["a"], [])
+        self._marks = {token_id: token.content for token_id, token in added.items() if token.content.strip()}
+        self.control_tokens = ControlTokens(
+            name for token_id, name in self._marks.items() if token_id in self._controls
+        )
         decoder = json.loads(core.decoder.__getstate__()) if core.decoder else None
         self._makers = decoder_steps(decoder)
         self._byte_level = is_byte_level(decoder)
@@ -98,16 +104,28 @@ class Tokenizer:
         template = None if source is None else ChatTemplate(source, special_tokens)
         return cls(core, config, template, _end_ids(core, folder, special_tokens, source))
 
-    def encode(self, text: str, raw: bool = False) -> list[int]:
+    def encode(self, text: str, raw: bool = False, spelled: Collection[int] = frozenset()) -> list[int]:
         """Tokens of a text; special tokens written in it count as such.
 
-        raw: the text is no rendered template, so the tokenizer's own first tokens go before it, unless
-        it starts with them already.
+        spelled: places where a control token begins that is only text. raw: the text is no rendered template,
+        so the tokenizer's own first tokens go before it, unless it starts with them already.
         """
+        if spelled:
+            return self._encode_spelled(text, spelled)
         # Unlike `encode` it gives the interpreter to other threads meanwhile, and counts no characters.
         ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if raw and ids[: len(self._prefix)] != self._prefix:
             return self._prefix + ids
+        return ids
+
+    def _encode_spelled(self, text: str, spelled: Collection[int]) -> list[int]:
+        encoding = self._core.encode_batch([text], add_special_tokens=False)[0]
+        ids: list[int] = []
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id in self._controls and any(place in spelled for place in range(start, end)):
+                ids += self.encode_text(text[start:end], continues=True)
+            else:
+                ids.append(token_id)
         return ids
 
     def encode_text(
@@ -143,6 +161,11 @@ class Tokenizer:
                 cuts.append(text.index(word, start) + 1)
         return cuts
 
+    def special_names(self, texts: Iterable[str]) -> frozenset[str]:
+        """The special tokens that these texts spell."""
+        parts = (part for text in texts for part in self.split_added(text))
+        return frozenset(self._marks[part] for part in parts if isinstance(part, int)) & self._specials
+
     def token_id(self, name: str) -> int | None:
         """The id of the token with this very name, such as a control token's."""
         token_id: int | None = self._core.token_to_id(name)
@@ -169,6 +192,21 @@ class Tokenizer:
     def chat_template(self, source: str) -> ChatTemplate:
         """A template with this model's special tokens. Raises CheckpointError where it is no valid Jinja."""
         return ChatTemplate(source, self._special_tokens)
+
+    def split_added(self, text: str) -> Iterator[str | int]:
+        """A text cut at the tokenizer's added tokens, special or not, which are given by id.
+
+        Added tokens of white space are taken as text.
+        """
+        encoding, end = self._core.encode_batch([text], add_special_tokens=False)[0], 0
+        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id in self._marks:
+                if start > end:
+                    yield text[end:start]
+                yield token_id
+                end = stop
+        if end < len(text):
+            yield text[end:]
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of a whole list, no clean-up of spaces. special: special tokens by name, else skipped."""

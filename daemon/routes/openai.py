@@ -24,11 +24,12 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatBody)
     starting, scored = request.app[SERVICE].chat(body.neutral()), bool(body.logprobs)
     if body.streams:
-        frames = openai.ChatStream(scored, body.wants_usage)
+        frames = openai.ChatStream(scored, body.wants_usage, body.names_function)
         return await send_stream(request, starting, frames, request.app[TIMING])
     async with await starting as generation:
         answers = await collect(generation)
-        return json_response(openai.chat_reply(generation.head, answers, scored, generation.usage))
+        head, usage = generation.head, generation.usage
+        return json_response(openai.chat_reply(head, answers, scored, usage, body.names_function))
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

@@ -52,10 +52,14 @@ class _Stream:
 
 
 class ChatStream(_Stream):
-    """chat.completion.chunk events."""
+    """chat.completion.chunk events. names_function: whether the request named the function to call."""
 
     object = "chat.completion.chunk"
     id_prefix = CHAT_ID
+
+    def __init__(self, scored: bool, wants_usage: bool, names_function: bool = False) -> None:
+        super().__init__(scored, wants_usage)
+        self._names_function = names_function
 
     def start(self, head: Head) -> Sequence[bytes]:
         super().start(head)
@@ -63,20 +67,49 @@ class ChatStream(_Stream):
         return [self._choice(index, opening, (), None) for index in range(head.num_choices)]
 
     def delta(self, delta: Delta) -> Sequence[bytes]:
-        frames = []
-        if delta.text or delta.tokens:
-            frames.append(self._choice(delta.index, {"content": delta.text}, delta.tokens, None))
+        frames, tokens = [], delta.tokens
+        for part in _message_parts(delta):
+            frames.append(self._choice(delta.index, part, tokens, None))
+            tokens = ()
         if delta.finish_reason is not None:
-            frames.append(self._choice(delta.index, {}, (), delta.finish_reason))
+            reason = _finish_reason(delta.finish_reason, self._names_function)
+            frames.append(self._choice(delta.index, {}, (), reason))
         return frames
 
     def _choice(
-        self, index: int, delta: dict[str, str], tokens: Sequence[ScoredToken], finish_reason: str | None
+        self, index: int, delta: dict[str, Any], tokens: Sequence[ScoredToken], finish_reason: str | None
     ) -> bytes:
         logprobs = chat_logprobs(tokens) if self._scored and tokens else None
         return self._chunk(
             [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}]
         )
+
+
+def _message_parts(delta: Delta) -> list[dict[str, Any]]:
+    """The parts of a message that a delta brings. A call opens by itself, without arguments."""
+    parts: list[dict[str, Any]] = []
+    if delta.reasoning:
+        parts.append(_reasoning(delta.reasoning))
+    if (call := delta.tool_call) is not None:
+        if call.name is not None:
+            function = {"name": call.name, "arguments": ""}
+            opened = {"index": call.index, "id": call.id, "type": "function", "function": function}
+            parts.append({"tool_calls": [opened]})
+        if call.arguments:
+            parts.append({"tool_calls": [{"index": call.index, "function": {"arguments": call.arguments}}]})
+    if delta.text or (delta.tokens and not parts):
+        parts.append({"content": delta.text})
+    return parts
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under both names that clients look for: vLLM's and DeepSeek's."""
+    return {"reasoning": text, "reasoning_content": text}
+
+
+def _finish_reason(reason: str | None, names_function: bool) -> str | None:
+    """A call of the function that the request named is no reason of its own to stop."""
+    return "stop" if reason == "tool_calls" and names_function else reason
 
 
 class CompletionStream(_Stream):
@@ -97,18 +130,33 @@ def reply_head(id_prefix: str, kind: str, head: Head) -> dict[str, Any]:
     return {"id": id, "object": kind, "created": int(time.time()), "model": head.model}
 
 
-def chat_reply(head: Head, answers: Sequence[Answer], scored: bool, usage: Usage) -> dict[str, Any]:
-    """A whole chat.completion."""
+def chat_reply(
+    head: Head, answers: Sequence[Answer], scored: bool, usage: Usage, names_function: bool = False
+) -> dict[str, Any]:
+    """A whole chat.completion. names_function: see ChatStream."""
     choices = [
         {
             "index": answer.index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": _message(answer),
             "logprobs": chat_logprobs(answer.tokens) if scored else None,
-            "finish_reason": answer.finish_reason,
+            "finish_reason": _finish_reason(answer.finish_reason, names_function),
         }
         for answer in answers
     ]
     return _reply(reply_head(CHAT_ID, "chat.completion", head), choices, usage)
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    content = None if answer.tool_calls and not answer.text else answer.text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if answer.reasoning:
+        message |= _reasoning(answer.reasoning)
+    if answer.tool_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.tool_calls
+        ]
+    return message
 
 
 def completion_reply(head: Head, answers: Sequence[Answer], scored: bool, usage: Usage) -> dict[str, Any]:
@@ -136,6 +184,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 

@@ -27,6 +27,14 @@ from quantd.daemon.wire.body import (
     stop_strings,
     texts_or_ids,
 )
+from quantd.daemon.wire.openai_tools import (
+    Choice,
+    Effort,
+    FunctionChoice,
+    functions,
+    thinking,
+    tool_choice,
+)
 from quantd.engine.errors import RequestError
 from quantd.engine.request import MAX_LOGPROBS
 
@@ -120,6 +128,7 @@ class MessageBody(msgspec.Struct, frozen=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
 
 
@@ -129,7 +138,9 @@ class ChatBody(_Fields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
     functions: Any = None
     function_call: Any = None
     documents: list[dict[str, Any]] | None = None
@@ -137,19 +148,31 @@ class ChatBody(_Fields, frozen=True, kw_only=True):
 
     def neutral(self) -> ChatRequest:
         """The neutral request. Raises RequestError."""
-        refuse_unsupported(self, ("functions", "function_call"))
-        if self.tool_choice not in (None, "none", "auto"):
-            raise RequestError("tool_choice: only none and auto are supported yet", "tool_choice")
+        for name in ("functions", "function_call"):
+            if getattr(self, name) is not None:
+                raise RequestError(f"{name} is not supported; send tools and tool_choice instead", name)
         if not self.messages:
             raise RequestError("messages must hold at least one message", "messages")
         return ChatRequest(
             model=self.model,
             messages=[_message(message, f"messages[{i}]") for i, message in enumerate(self.messages)],
-            tools=self.tools,
+            tools=functions(self.tools) if self.tools else None,
+            tool_choice=tool_choice(self.tool_choice),
+            parallel_tool_calls=self.parallel_tool_calls is not False,
+            thinking=thinking(self.reasoning_effort),
             documents=self.documents,
-            template_variables=self.chat_template_kwargs or {},
+            template_variables=self._template_variables(),
             options=self.options(self._max_tokens(), self._num_logprobs()),
         )
+
+    @property
+    def names_function(self) -> bool:
+        """Whether one function is named to be called."""
+        return isinstance(self.tool_choice, FunctionChoice)
+
+    def _template_variables(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | (self.chat_template_kwargs or {})
 
     def _max_tokens(self) -> int | None:
         """The first limit given; llama-server's name for it may ask for the prompt alone."""
@@ -234,9 +257,11 @@ def _message(message: MessageBody, where: str) -> Message:
     if message.content is None and role != "assistant":
         raise RequestError(f"{where}.content is missing", f"{where}.content")
     neutral: Message = {"role": role, "content": _content_text(message.content, f"{where}.content")}
-    for name in ("name", "tool_call_id", "reasoning_content"):
+    for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
             neutral[name] = getattr(message, name)
+    if thoughts := message.reasoning_content or message.reasoning:
+        neutral["reasoning_content"] = thoughts
     if message.tool_calls:
         neutral["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return neutral

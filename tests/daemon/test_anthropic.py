@@ -13,8 +13,9 @@ COUNT = "/v1/messages/count_tokens"
 HI = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"type": "text", "text": "Say hi"}
 TOOL = {"name": "read", "description": "Reads", "input_schema": {"type": "object", "properties": {}}}
-# Writes what it gets, so that a prompt shows it.
+# Writes what it gets, so that a prompt shows it. It teaches <tool_call>.
 TEMPLATE = (
+    "{# <tool_call> arguments #}"
     "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
     "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.id }}:{{ c.function.name }}"
     "{{ c.function.arguments | tojson }}{% endfor %}{% if m.tool_call_id %}@{{ m.tool_call_id }}{% endif %}"

@@ -237,7 +237,7 @@ def test_typing_seldom_changes_which_files_have_room() -> None:
 
 def test_capabilities(tmp_path: Path) -> None:
     chat = write_model(tmp_path / "chat", CHATML)
-    assert read_capabilities(chat) == Capabilities(chat=True, tools=False, thinking=False, infill=None)
+    assert read_capabilities(chat) == Capabilities(chat=True, tools=True, thinking=False, infill=None)
     bare = write_model(tmp_path / "bare", None)
     assert read_capabilities(bare) == Capabilities(chat=False, tools=False, thinking=False, infill=None)
     template = "{% if tools %}{{ tools }}{% endif %}{% if enable_thinking %}<think>{% endif %}" + CHATML

@@ -123,6 +123,7 @@ async def test_content_parts_and_unlimited_length() -> None:
 
 
 TOOL_TEMPLATE = (
+    "{# <tool_call> arguments #}"
     "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
     "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}{{ tools | tojson }}"
 )
@@ -144,7 +145,11 @@ def test_tool_round_trips(content: dict[str, Any]) -> None:
 
     async def without_tools() -> None:
         async with running_daemon() as daemon:
-            await refused(daemon, CHAT, body, "tools")
+            assert (await daemon.post(CHAT, body))[0] == 200
+            tokenizer = daemon.service.models.entries[0].model.tokenizer
+            prompt = tokenizer.decode(daemon.engine.seen[0].prompt)
+            assert '{"name": "read_gauge", "arguments": {"n": 4}}' in prompt
+            assert "12.5 bar" in prompt and "None" not in prompt
 
     in_loop(with_tools)()
     in_loop(without_tools)()
@@ -447,9 +452,9 @@ async def test_long_prompts_are_made_beside_the_event_loop(monkeypatch: pytest.M
     in_the_loop: list[bool] = []
     encode = Tokenizer.encode
 
-    def noted(self: Tokenizer, text: str, raw: bool = False) -> list[int]:
+    def noted(self: Tokenizer, text: str, **how: Any) -> list[int]:
         in_the_loop.append(threading.current_thread() is threading.main_thread())
-        return encode(self, text, raw)
+        return encode(self, text, **how)
 
     monkeypatch.setattr(Tokenizer, "encode", noted)
     message = {"role": "user", "content": "x"}

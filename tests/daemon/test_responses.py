@@ -15,8 +15,9 @@ from quantd.daemon.wire.encodings import zstd
 RESPONSES = "/v1/responses"
 HI = {"model": "tiny", "input": "hi", "max_output_tokens": 4}
 TOOL = {"type": "function", "name": "read", "description": "Reads", "parameters": {"type": "object"}}
-# Writes what it gets, so that a prompt shows it.
+# Writes what it gets, so that a prompt shows it. It teaches <tool_call>.
 TEMPLATE = (
+    "{# <tool_call> arguments #}"
     "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
     "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.id }}:{{ c.function.name }}"
     "{{ c.function.arguments | tojson }}{% endfor %}{% if m.tool_call_id %}@{{ m.tool_call_id }}{% endif %}"

@@ -149,15 +149,6 @@ def test_refusals_carry_the_templates_reason(source, messages, reason) -> None:
         ChatTemplate(source, SPECIAL).render(messages)
 
 
-def test_tools_are_never_left_out_silently() -> None:
-    chatml = ChatTemplate(CHATML, SPECIAL)
-    with pytest.raises(RequestError, match="tools"):
-        chatml.render(TALK, TOOLS)
-    with pytest.raises(RequestError, match="tool calls"):
-        chatml.render(CALLS)
-    assert chatml.render(TALK, []) == chatml.render(TALK)
-
-
 def test_a_broken_template_is_the_checkpoints_fault() -> None:
     with pytest.raises(CheckpointError, match="chat template"):
         ChatTemplate("{% for %}", {})

@@ -1,0 +1,111 @@
+"""How one model chats: what a conversation is as its prompt, and how its answers are read.
+
+Told from its chat template and its tokenizer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from quantd.daemon.answer_grammar import AnswerGrammar
+from quantd.daemon.constraints import Constraint
+from quantd.daemon.control_tokens import unmark
+from quantd.daemon.output_parser import OutputParser, PlainOutput
+from quantd.daemon.reasoning import Start, reasoning_tags
+from quantd.daemon.scanner import ReadOutput, Scanner, Steps, read_content
+from quantd.daemon.templates import ChatTemplate, Message
+from quantd.daemon.tokenizer import Tokenizer
+from quantd.daemon.tool_formats.format import CallRules, Calls
+from quantd.daemon.tool_formats.lark import Lark
+from quantd.daemon.tool_prompts import ToolPrompts
+from quantd.engine.errors import RequestError
+
+# What templates look up to switch reasoning on or off.
+_SWITCHES = ("enable_thinking", "thinking")
+# Seed's budget of tokens; none is to think of.
+_BUDGET = "thinking_budget"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation as the model reads it. text: with special tokens by name."""
+
+    text: str
+    ids: list[int]
+
+
+class ChatFormat:
+    """A chat template with the tokenizer of its model."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._tags = reasoning_tags(template.source)
+        self._tool_prompts = ToolPrompts(template)
+        self._tool_format = self._tool_prompts.format
+
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None,
+        documents: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        thinking: bool | None = None,
+    ) -> Prompt:
+        """The prompt of a conversation. Raises RequestError where the template refuses it."""
+        switches = {} if thinking is None else _switches(thinking)
+        try:
+            mark = self._tokenizer.control_tokens.mark
+            placed, placed_tools = self._tool_prompts.place(mark(messages), mark(tools))
+            rendered = self._template.render(
+                placed, placed_tools, mark(documents), switches | dict(variables or {})
+            )
+        except RecursionError:
+            raise RequestError("messages: what they hold is nested too deeply", "messages") from None
+        text, spelled = unmark(rendered)
+        return Prompt(text, self._tokenizer.encode(text, spelled=spelled))
+
+    def parser(self, prompt: Prompt, rules: CallRules | None) -> OutputParser:
+        """For one answer to this prompt. rules: None where nothing may be called."""
+        if rules is None and self._tags is None:
+            return PlainOutput()
+        return ReadOutput(partial(self._read, self._start(prompt), rules), self._shown(rules))
+
+    def grammar(self, prompt: Prompt, rules: CallRules | None, constraint: Constraint | None) -> str:
+        """The grammar of an answer to this prompt. Raises RequestError naming what cannot be enforced."""
+        lark = Lark(self._tokenizer)
+        form = None if constraint is None else lark.embed(constraint.grammar())
+        start = self._start(prompt)
+        return AnswerGrammar(lark, self._tags, start, self._tool_format, rules, form).text()
+
+    def _start(self, prompt: Prompt) -> Start:
+        return "over" if self._tags is None else self._tags.start(prompt.text)
+
+    def _read(self, start: Start, rules: CallRules | None, scanner: Scanner) -> Steps[None]:
+        if self._tags is not None:
+            yield from self._tags.read(scanner, start)
+        if rules is None:
+            yield from read_content(scanner)
+        else:
+            schemas = {tool.name: tool.parameters for tool in rules.tools}
+            yield from self._tool_format.read(scanner, Calls(schemas, self._new_id))
+
+    def _new_id(self) -> str:
+        return secrets.token_hex(5)[:9] if self._tool_prompts.short_ids else f"call_{secrets.token_hex(12)}"
+
+    def _shown(self, rules: CallRules | None) -> frozenset[str]:
+        """The special tokens that a parser reads."""
+        texts = [] if rules is None else [*self._tool_format.markup]
+        if self._tags is not None:
+            texts += [self._tags.opening, self._tags.closing]
+        return self._tokenizer.special_names(texts)
+
+
+def _switches(thinking: bool) -> dict[str, Any]:
+    """Variables for templates to switch reasoning on or off by."""
+    switches: dict[str, Any] = dict.fromkeys(_SWITCHES, thinking)
+    return switches if thinking else switches | {_BUDGET: 0}

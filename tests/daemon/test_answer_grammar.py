@@ -1,0 +1,200 @@
+"""Grammars of answers, as llguidance follows them: calls where they must or may be, schemas, reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import llguidance
+import pytest
+import tokenizers
+from fake_models import chat_tokenizer
+
+from quantd.daemon.answer_grammar import AnswerGrammar
+from quantd.daemon.reasoning import ReasoningTags, Start
+from quantd.daemon.tokenizer import Tokenizer
+from quantd.daemon.tool_formats import families
+from quantd.daemon.tool_formats.format import CallRules, Tool, ToolFormat
+from quantd.daemon.tool_formats.lark import Lark
+
+FORMATS: dict[str, ToolFormat] = {
+    name: value for name, value in vars(families).items() if name.isupper() and not name.startswith("_")
+}
+MARKS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<|tool_call|>",
+    "<|/tool_call|>",
+    "<seed:tool_call>",
+    "</seed:tool_call>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+    "<think>",
+    "</think>",
+]
+THINK = ReasoningTags("<think>", "</think>")
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+LEVEL = {
+    "type": "object",
+    "properties": {
+        "level": {"type": "integer", "enum": [42, -7]},
+        "opts": {"$ref": "#/$defs/opts"},
+        "mode": {"type": "string", "enum": ["on", 'o"ff']},
+    },
+    "required": ["level", "opts"],
+    "additionalProperties": False,
+    "$defs": {
+        "opts": {
+            "type": "object",
+            "properties": {"hold": {"type": "boolean"}},
+            "required": ["hold"],
+            "additionalProperties": False,
+        }
+    },
+}
+TOOLS = [Tool("ping_relay", NOTHING), Tool("set_level", LEVEL)]
+LEVEL_CALL: tuple[str, dict[str, Any]] = ("set_level", {"level": 42, "opts": {"hold": True}})
+
+
+class Checker:
+    """Grammars over a tokenizer that has some marks as tokens."""
+
+    def __init__(self, marks: Sequence[str], special: bool) -> None:
+        core = chat_tokenizer()
+        core.add_tokens([tokenizers.AddedToken(mark, special=special) for mark in marks])
+        self.tokenizer = Tokenizer(core, {}, None, ())
+        self.masks = llguidance.LLTokenizer(core.to_str())
+
+    def grammar(
+        self,
+        format: ToolFormat,
+        rules: CallRules | None,
+        tags: ReasoningTags | None = None,
+        start: Start = "over",
+        form: str | None = None,
+    ) -> str:
+        lark = Lark(self.tokenizer)
+        embedded = None if form is None else lark.embed(form)
+        return AnswerGrammar(lark, tags, start, format, rules, embedded).text()
+
+    def allows(self, grammar: str, text: str) -> bool:
+        """Whether the grammar allows a text as a whole."""
+        return self._follow(grammar, text).is_accepting()
+
+    def begins(self, grammar: str, text: str) -> bool:
+        """Whether it allows a text as the beginning of an answer."""
+        return not self._follow(grammar, text).is_error()
+
+    def _follow(self, grammar: str, text: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self.masks, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        matcher.consume_tokens(self.tokenizer.encode(text))
+        return matcher
+
+
+CHECKERS = {
+    "special tokens": Checker(MARKS, special=True),
+    "added tokens": Checker(MARKS, special=False),
+    "no tokens": Checker((), special=False),
+}
+checkers = pytest.mark.parametrize("checker", CHECKERS.values(), ids=CHECKERS)
+formats = pytest.mark.parametrize("name", FORMATS)
+
+
+def written(format: ToolFormat, *calls: tuple[str, dict[str, Any]]) -> str:
+    """Calls as an answer begins with them when it has to call."""
+    text = format.write(calls)
+    if format.starts_bare:
+        text = text.removeprefix(format.trigger)
+    if format is families.MISTRAL_IDS:
+        text = text.replace("[ARGS]", "[CALL_ID]a1B2c3D4e[ARGS]")
+    return text
+
+
+@formats
+@checkers
+def test_required_calls(checker: Checker, name: str) -> None:
+    format = FORMATS[name]
+    grammar = checker.grammar(format, CallRules(TOOLS, required=True))
+    assert checker.allows(grammar, written(format, ("ping_relay", {})))
+    assert checker.allows(grammar, written(format, LEVEL_CALL))
+    assert checker.allows(grammar, written(format, (LEVEL_CALL[0], LEVEL_CALL[1] | {"mode": "on"})))
+    for arguments in ({"level": 41, "opts": {"hold": True}}, {"level": 42}, LEVEL_CALL[1] | {"x": 1}):
+        assert not checker.begins(grammar, written(format, ("set_level", arguments)))
+    assert not checker.begins(grammar, written(format, ("other", {})))
+    assert not checker.begins(grammar, "I will call. " + written(format, ("ping_relay", {})))
+    assert not checker.allows(grammar, "") and not checker.begins(grammar, "So")
+    assert not checker.begins(grammar, written(format, ("ping_relay", {})) + " Done.")
+
+
+@formats
+@checkers
+def test_how_many_calls(checker: Checker, name: str) -> None:
+    format = FORMATS[name]
+    two = written(format, LEVEL_CALL, ("ping_relay", {}))
+    parallel = name not in ("GENERIC", "LLAMA")
+    assert checker.allows(checker.grammar(format, CallRules(TOOLS, required=True)), two) == parallel
+    assert not checker.begins(checker.grammar(format, CallRules(TOOLS, True, parallel=False)), two)
+
+
+@formats
+@checkers
+def test_calls_that_may_be(checker: Checker, name: str) -> None:
+    format = FORMATS[name]
+    grammar = checker.grammar(format, CallRules(TOOLS))
+    for text in ("", "So.", "1 < 2 and [TOOL or <tool", "  \n{ 'a': 1 }", "é 漢字 🧵"):
+        assert checker.allows(grammar, text), text
+        call = format.write([LEVEL_CALL])
+        if format is families.MISTRAL_IDS:
+            call = call.replace("[ARGS]", "[CALL_ID]a1B2c3D4e[ARGS]")
+        assert checker.allows(grammar, text + call), text
+    assert checker.allows(grammar, written(format, LEVEL_CALL))
+    assert not checker.begins(grammar, f"So {format.trigger} and so on")
+    assert not checker.allows(grammar, f"So {format.trigger}")
+
+
+@checkers
+def test_what_looks_like_a_call_is_one(checker: Checker) -> None:
+    grammar = checker.grammar(families.LLAMA, CallRules(TOOLS))
+    assert not checker.begins(grammar, '{"name": "other"')
+    assert not checker.begins(grammar, '\n{ "function": "ping_relay"')
+    assert checker.allows(grammar, '{"a": 1}')
+
+
+@pytest.mark.parametrize("start", ["inside", "possible", "over"])
+@pytest.mark.parametrize("required", [True, False])
+@checkers
+def test_reasoning_goes_first(checker: Checker, required: bool, start: Start) -> None:
+    grammar = checker.grammar(families.HERMES, CallRules(TOOLS, required), THINK, start)
+    call = families.HERMES.write([LEVEL_CALL])
+    thoughts = {"inside": "So {[ 1 < 2.\n</think>\n\n", "possible": "<think>\nSo.\n</think>\n\n", "over": ""}
+    assert checker.allows(grammar, thoughts[start] + call)
+    assert checker.allows(grammar, thoughts[start] + "I call.\n" + call) != required
+    assert checker.allows(grammar, call) == (start != "inside")
+    if start != "inside":
+        assert checker.begins(grammar, "<think>\nSo.") == (start == "possible")
+    assert not checker.allows(grammar, "<think>\nSo.")
+    assert checker.allows(grammar, thoughts[start] + "No call.") != required
+
+
+JSON_FORM = '%llguidance {}\nstart: %json {"type": "object", "properties": {"a": {"type": "integer"}}}\n'
+
+
+@checkers
+def test_an_answer_of_a_form(checker: Checker) -> None:
+    inside = checker.grammar(families.HERMES, None, THINK, "inside", JSON_FORM)
+    assert checker.allows(inside, 'So {"b"\n</think>\n\n{"a": 1}')
+    assert not checker.begins(inside, "So.\n</think>\n\nThe answer")
+    either = checker.grammar(families.HERMES, CallRules(TOOLS), None, "over", JSON_FORM)
+    assert checker.allows(either, '{"a": 1}') and not checker.begins(either, "The")
+    assert checker.allows(either, families.HERMES.write([LEVEL_CALL]))
+    format = families.LLAMA.triggered()
+    llama = checker.grammar(format, CallRules(TOOLS), None, "over", JSON_FORM)
+    assert checker.allows(llama, '{"a": 1}') and checker.allows(llama, format.write([LEVEL_CALL]))
