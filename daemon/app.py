@@ -7,14 +7,25 @@ from aiohttp import web
 from quantd.daemon.background import Background
 from quantd.daemon.control import Control
 from quantd.daemon.guard import refuse_foreign_sites
+from quantd.daemon.library import Library
 from quantd.daemon.model_card import Cards
 from quantd.daemon.response_store import ResponseStore
 from quantd.daemon.routes.anthropic import ANTHROPIC_ROUTES
 from quantd.daemon.routes.control import CONTROL_ROUTES
-from quantd.daemon.routes.keys import BACKGROUND, CARDS, CONTROL, RESPONSES, SERVICE, SLOTS, TIMING
+from quantd.daemon.routes.keys import (
+    BACKGROUND,
+    CARDS,
+    CONTROL,
+    LIBRARY,
+    RESPONSES,
+    SERVICE,
+    SLOTS,
+    TIMING,
+)
 from quantd.daemon.routes.llama_server import LLAMA_SERVER_ROUTES
 from quantd.daemon.routes.models import MODEL_ROUTES
 from quantd.daemon.routes.ollama import OLLAMA_ROUTES
+from quantd.daemon.routes.ollama_library import OLLAMA_LIBRARY_ROUTES
 from quantd.daemon.routes.openai import OPENAI_ROUTES
 from quantd.daemon.routes.responses import RESPONSES_ROUTES
 from quantd.daemon.routes.route import Route
@@ -40,6 +51,7 @@ ROUTES = (
     *ANTHROPIC_ROUTES,
     *RESPONSES_ROUTES,
     *OLLAMA_ROUTES,
+    *OLLAMA_LIBRARY_ROUTES,
     *LLAMA_SERVER_ROUTES,
 )
 _ROUTE_OF = {route.handler: route for route in ROUTES}
@@ -52,6 +64,7 @@ def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING
     app[CONTROL] = control
     app[CARDS] = Cards(service.models)
     app[SLOTS] = Slots(control.state / "slots")
+    app[LIBRARY] = Library(service.models)
     app[TIMING] = timing
     app[ERROR_SHAPE] = error_shape
     app[ERROR_STATUS] = error_status

@@ -67,7 +67,7 @@ class Head:
     """What is known of an answer when it starts.
 
     context_len: tokens, prompt and answer, that a choice may have. num_left_out: files that had no room in
-    the prompt.
+    the prompt. prompt: the tokens of the first.
     """
 
     id: str
@@ -76,6 +76,7 @@ class Head:
     prompt_tokens: int
     context_len: int = 0
     num_left_out: int = 0
+    prompt: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,12 @@ class StoredModel(Protocol):
 
 
 class ModelStore(Protocol):
-    """Where models lie. `get` raises ModelNotFoundError."""
+    """Where models lie, as in `quantd.daemon.store.Store`. `get` and `remove` raise ModelNotFoundError."""
+
+    @property
+    def root(self) -> Path: ...
+
+    def remove(self, name: str) -> None: ...
 
     def get(self, name: str) -> StoredModel: ...
 

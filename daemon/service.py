@@ -333,6 +333,7 @@ class Service:
             prompt_tokens=sum(map(len, prompts.ids)),
             context_len=_context_len(model, options),
             num_left_out=prompts.num_left_out,
+            prompt=prompts.ids[0],
         )
         return Generation(head, model.engine, jobs, options.n, self.metrics, on_close, load_seconds)
 

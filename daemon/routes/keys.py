@@ -6,6 +6,7 @@ from aiohttp import web
 
 from quantd.daemon.background import Background
 from quantd.daemon.control import Control
+from quantd.daemon.library import Library
 from quantd.daemon.model_card import Cards
 from quantd.daemon.response_store import ResponseStore
 from quantd.daemon.service import Service
@@ -13,6 +14,7 @@ from quantd.daemon.slots import Slots
 from quantd.daemon.wire.stream import Timing
 
 CARDS = web.AppKey("cards", Cards)
+LIBRARY = web.AppKey("library", Library)
 SERVICE = web.AppKey("service", Service)
 CONTROL = web.AppKey("control", Control)
 RESPONSES = web.AppKey("responses", ResponseStore)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from quantd.daemon.durations import LONGEST
@@ -18,34 +17,16 @@ from quantd.daemon.service import ChatRequest, CompletionRequest, InfillRequest,
 from quantd.daemon.wire import ollama, ollama_models
 from quantd.daemon.wire.body import read_body
 from quantd.daemon.wire.errors import json_response
+from quantd.daemon.wire.ollama_embeddings import EmbedBody, EmbeddingsBody, embed_object, vector_json
+from quantd.daemon.wire.ollama_library import NameBody, required
 from quantd.daemon.wire.ollama_request import ChatBody, GenerateBody
 from quantd.daemon.wire.stream import send_stream
-from quantd.engine.errors import RequestError
 
 # The Ollama whose routes these are; clients ask for some least version.
 API_VERSION = "0.14.0"
 
 # Too many requests are a busy server there.
 _STATUSES = {429: 503}
-
-
-class NameBody(msgspec.Struct, frozen=True):
-    """A model, by either of two names for its name."""
-
-    model: str = ""
-    name: str = ""
-
-    @property
-    def chosen(self) -> str:
-        """The name. Raises RequestError where there is none."""
-        return required(self.model or self.name)
-
-
-def required(model: str) -> str:
-    """The name of a model. Raises RequestError for an empty one."""
-    if not model:
-        raise RequestError("model is required", "model")
-    return model
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -66,14 +47,15 @@ async def _answer(
     if body.asks_nothing:
         reason = await _load_or_unload(service, model, body.stay)
         return json_response(ollama.done_object(model, piece(), reason))
-    starting = _start(service, body.neutral(card.capabilities))
-    scored = bool(body.logprobs)
+    neutral = body.neutral(card.capabilities)
+    continues = isinstance(body, GenerateBody) and isinstance(neutral, ChatRequest)
+    telling = ollama.Telling(piece, model, bool(body.logprobs), continues)
+    starting = _start(service, neutral)
     if body.streams:
-        frames = ollama.AnswerStream(piece, model, scored)
-        return await send_stream(request, starting, frames, request.app[TIMING])
+        return await send_stream(request, starting, ollama.AnswerStream(telling), request.app[TIMING])
     async with await starting as generation:
         answers = await collect(generation)
-        return json_response(ollama.reply(piece, model, answers[0], generation.usage, scored))
+        return json_response(ollama.reply(telling, generation.head, answers[0], generation.usage))
 
 
 def _start(
@@ -94,6 +76,27 @@ async def _load_or_unload(service: Service, model: str, stay: float | None) -> s
         return "unload"
     await service.load(model, stay)
     return "load"
+
+
+async def embed(request: web.Request) -> web.StreamResponse:
+    """POST /api/embed"""
+    body = await read_body(request, EmbedBody)
+    model, service = required(body.model), request.app[SERVICE]
+    if not body.inputs:
+        await _load_or_unload(service, model, body.stay)
+        return json_response({"model": model, "embeddings": []})
+    return json_response(embed_object(model, await service.embed(body.neutral())))
+
+
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    """POST /api/embeddings"""
+    body = await read_body(request, EmbeddingsBody)
+    model, service = required(body.model), request.app[SERVICE]
+    if not body.inputs:
+        await _load_or_unload(service, model, body.stay)
+        return json_response({"embedding": []})
+    found = await service.embed(body.neutral())
+    return json_response({"embedding": vector_json(found.vectors[0])})
 
 
 async def tags(request: web.Request) -> web.StreamResponse:
@@ -144,16 +147,19 @@ async def alive(request: web.Request) -> web.StreamResponse:
     return web.Response(text="Ollama is running")
 
 
-def _routes(*routes: tuple[str, str, Any]) -> Sequence[Route]:
+def ollama_routes(*routes: tuple[str, str, Any]) -> Sequence[Route]:
+    """Routes of method, path and handler that tell errors as Ollama does."""
     return tuple(
         Route(method, path, handler, errors=ollama.error_object, statuses=_STATUSES)
         for method, path, handler in routes
     )
 
 
-OLLAMA_ROUTES: Sequence[Route] = _routes(
+OLLAMA_ROUTES: Sequence[Route] = ollama_routes(
     ("POST", "/api/generate", generate),
     ("POST", "/api/chat", chat),
+    ("POST", "/api/embed", embed),
+    ("POST", "/api/embeddings", embeddings),
     ("GET", "/api/tags", tags),
     ("POST", "/api/show", show),
     ("GET", "/api/ps", running),

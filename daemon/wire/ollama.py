@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import msgspec
@@ -17,8 +18,7 @@ import msgspec
 from quantd.daemon.generation import Answer, Delta, Head, ScoredToken, Usage
 from quantd.daemon.sections import Section, Sections
 from quantd.daemon.wire.errors import Fault, fault_of
-
-NDJSON = "application/x-ndjson"
+from quantd.daemon.wire.lines import NDJSON, json_line
 
 # JSON has no infinity.
 _MIN_LOGPROB = -9999.0
@@ -27,11 +27,6 @@ _MIN_LOGPROB = -9999.0
 def error_object(fault: Fault) -> dict[str, Any]:
     """Ollama's shape: the reason, for people."""
     return {"error": fault.message}
-
-
-def json_line(fields: Mapping[str, Any]) -> bytes:
-    """A line of a stream."""
-    return msgspec.json.encode(fields) + b"\n"
 
 
 def utc_time(seconds: float) -> str:
@@ -60,17 +55,17 @@ def _ending(reason: str | None, usage: Usage) -> dict[str, Any]:
     return {
         "done": True,
         "done_reason": "stop" if reason == "tool_calls" else reason,
-        "total_duration": _nanoseconds(load + prompt + decode),
-        "load_duration": _nanoseconds(load),
+        "total_duration": nanoseconds(load + prompt + decode),
+        "load_duration": nanoseconds(load),
         "prompt_eval_count": usage.prompt_tokens,
-        "prompt_eval_duration": _nanoseconds(prompt),
+        "prompt_eval_duration": nanoseconds(prompt),
         "cached_prompt_tokens": usage.cached_tokens,
         "eval_count": usage.completion_tokens,
-        "eval_duration": _nanoseconds(decode),
+        "eval_duration": nanoseconds(decode),
     }
 
 
-def _nanoseconds(seconds: float) -> int:
+def nanoseconds(seconds: float) -> int:
     """At least 1: clients divide by durations."""
     return max(round(seconds * 1e9), 1)
 
@@ -99,25 +94,39 @@ def _extras(thinking: str, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     return ({"thinking": thinking} if thinking else {}) | ({"tool_calls": list(calls)} if calls else {})
 
 
-def reply(piece: Piece, model: str, answer: Answer, usage: Usage, scored: bool) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Telling:
+    """How an answer is told. model: as the request names it. scored: with log probabilities.
+
+    continues: with the tokens that a later request may go on from.
+    """
+
+    piece: Piece
+    model: str
+    scored: bool = False
+    continues: bool = False
+
+
+def reply(telling: Telling, head: Head, answer: Answer, usage: Usage) -> dict[str, Any]:
     """A whole answer."""
     told = [_call(index, call.id, call.name, call.arguments) for index, call in enumerate(answer.tool_calls)]
     calls = [call for call in told if isinstance(call, dict)]
     text = answer.text + "".join(call for call in told if isinstance(call, str))
-    logprobs = {"logprobs": _logprobs(answer.tokens)} if scored else {}
-    ending = _ending(answer.finish_reason, usage)
-    return _object(model, piece(text, answer.reasoning, calls)) | logprobs | ending
+    logprobs = {"logprobs": _logprobs(answer.tokens)} if telling.scored else {}
+    context = {"context": [*head.prompt, *answer.token_ids]} if telling.continues else {}
+    said = telling.piece(text, answer.reasoning, calls) | logprobs | context
+    return _object(telling.model, said) | _ending(answer.finish_reason, usage)
 
 
 class AnswerStream:
-    """The lines of an answer. model: as the request names it."""
+    """The lines of an answer."""
 
     content_type: ClassVar[str] = NDJSON
 
-    def __init__(self, piece: Piece, model: str, scored: bool) -> None:
-        self._piece = piece
-        self._model = model
-        self._scored = scored
+    def __init__(self, telling: Telling) -> None:
+        self._telling = telling
+        self._piece = telling.piece
+        self._context: list[int] = []
         self._sections = Sections()
         self._call: Section | None = None
 
@@ -125,11 +134,13 @@ class AnswerStream:
         return self._line(self._piece())
 
     def start(self, head: Head) -> Sequence[bytes]:
+        self._context += head.prompt
         return []
 
     def delta(self, delta: Delta) -> Sequence[bytes]:
         lines = []
-        logprobs = {"logprobs": _logprobs(delta.tokens)} if self._scored and delta.tokens else {}
+        self._context += delta.token_ids
+        logprobs = {"logprobs": _logprobs(delta.tokens)} if self._telling.scored and delta.tokens else {}
         for section, part, begins in self._sections.feed(delta):
             if begins and self._call is not None:
                 lines.append(self._line(self._close_call()))
@@ -142,7 +153,9 @@ class AnswerStream:
         return [*lines, self._line(self._piece() | logprobs)] if logprobs else lines
 
     def finish(self, usage: Usage) -> Sequence[bytes]:
-        return [self._line(self._close_call() | _ending(self._sections.finish_reason, usage))]
+        context = {"context": self._context} if self._telling.continues else {}
+        ending = _ending(self._sections.finish_reason, usage)
+        return [self._line(self._close_call() | context | ending)]
 
     def error(self, error: Exception) -> Sequence[bytes]:
         return [json_line(error_object(fault_of(error)))]
@@ -156,7 +169,7 @@ class AnswerStream:
         return self._piece(text=call) if isinstance(call, str) else self._piece(calls=[call])
 
     def _line(self, fields: dict[str, Any]) -> bytes:
-        return json_line({"model": self._model, "created_at": utc_time(time.time()), "done": False} | fields)
+        return json_line(_object(self._telling.model, {"done": False} | fields))
 
 
 def _call(index: int, call_id: str, name: str, text: str) -> dict[str, Any] | str:

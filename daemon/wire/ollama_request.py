@@ -80,9 +80,14 @@ class OptionsBody(msgspec.Struct, frozen=True, kw_only=True):
             usual=_USUAL,
             stop=stop_strings(self.stop, "options.stop"),
             constraint=constraint,
-            context_len=self._whole("num_ctx", 0) or None,
+            context_len=self.context_len,
             keep_alive=keep_alive,
         )
+
+    @property
+    def context_len(self) -> int | None:
+        """A bound of the request's own; 0 is none. Raises RequestError."""
+        return self._whole("num_ctx", 0) or None
 
     def _max_tokens(self) -> int | None:
         """-1 is no limit, and -2 the end of the context, which is no other."""

@@ -24,6 +24,7 @@ from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import Models
 from quantd.daemon.service import Service
 from quantd.daemon.sockets import tcp_sockets, unix_socket
+from quantd.daemon.store import Store
 from quantd.daemon.wire.stream import DEFAULT_TIMING, Timing
 from quantd.engine.config import EngineConfig
 
@@ -53,7 +54,7 @@ class Daemon:
     port: int
     service: Service
     engines: Engines
-    store: FakeStore
+    store: FakeStore | Store
     session: aiohttp.ClientSession
 
     @property
@@ -89,15 +90,16 @@ async def running_daemon(
     max_queue: int = 512,
     timing: Timing = DEFAULT_TIMING,
     tokens: Sequence[str] = (),
+    store: Store | None = None,
 ) -> AsyncIterator[Daemon]:
-    """tokens: names of special tokens that the model has beside ChatML's."""
+    """tokens: special tokens that the model has beside ChatML's. store: in place of one with `tiny`."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as opened:
         folder = Path(name)
         info = msgspec.structs.replace(INFO, vocab_size=INFO.vocab_size + len(tokens))
-        store, engines = FakeStore(), Engines(script, info)
-        store.add("tiny", write_model(folder / "tiny", template, tokens))
+        engines, fake_store = Engines(script, info), FakeStore()
+        fake_store.add("tiny", write_model(folder / "tiny", template, tokens))
         models = Models(
-            store,
+            store or fake_store,
             engines.start,
             lambda path, options: EngineConfig(model_path=str(path), **options),
             drain_seconds=5.0,
@@ -113,6 +115,6 @@ async def running_daemon(
         connector = aiohttp.UnixConnector(str(folder / "api.sock"))
         async with aiohttp.ClientSession(connector=connector) as session:
             port = listeners[1].getsockname()[1]
-            yield Daemon(folder / "api.sock", port, service, engines, store, session)
+            yield Daemon(folder / "api.sock", port, service, engines, store or fake_store, session)
         await runner.cleanup()
         await models.close()

@@ -14,12 +14,17 @@ SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves `repos`: repository -> file name -> bytes. `broken` names a file it cannot give."""
+    """Serves `repos`: repository -> file name -> bytes.
+
+    `broken` names a file it cannot give. It answers nothing while `released` is not set.
+    """
 
     def __init__(self, repos: dict[str, dict[str, bytes]]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos = repos
         self.broken: str | None = None
+        self.released = threading.Event()
+        self.released.set()
         self.requests: list[str] = []
 
     @property
@@ -38,6 +43,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(body=True)
 
     def answer(self, body: bool) -> None:
+        self.server.released.wait()
         self.server.requests.append(f"{self.command} {self.path.rpartition('/')[2]}")
         path = self.path.split("?")[0]
         if match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)(?:/revision/(\w+))?", path):

@@ -156,6 +156,10 @@ class FakeStored:
 @dataclass
 class FakeStore:
     models: dict[str, FakeStored] = field(default_factory=dict)
+    root: Path = Path("/nowhere")
+
+    def remove(self, name: str) -> None:
+        del self.models[self.get(name).name]
 
     def get(self, name: str) -> FakeStored:
         if plain_name(name) not in self.models:

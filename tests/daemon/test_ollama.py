@@ -324,9 +324,15 @@ async def test_system_raw_template_and_context() -> None:
         assert decode(request.prompt) == "system\nBe brief.\nuser\nhi\nassistant\n"
         assert decode((await sampled(daemon, None, raw=True)).prompt) == "hi"
         assert decode((await sampled(daemon, None, template="<{{ messages[-1].content }}>")).prompt) == "<hi>"
-        request = await sampled(daemon, None, context=[40, 41], prompt="next")
-        assert request.prompt[:2] == [40, 41]
-        assert decode(request.prompt[2:]) == "user\nnext\nassistant\n"
+        body = {"model": "tiny", "prompt": "hi", "options": {"num_predict": 3}}
+        *_, last = await lines(daemon, GENERATE, body)
+        assert (
+            last["context"]
+            == daemon.engine.seen[-1].prompt + daemon.engine.script(daemon.engine.seen[-1])[:3]
+        )
+        request = await sampled(daemon, None, context=last["context"], prompt="next")
+        assert decode(request.prompt) == "user\nhi\nassistant\nuser\nuser\nnext\nassistant\n"
+        assert "context" not in (await lines(daemon, GENERATE, body | {"raw": True}))[-1]
 
 
 @in_loop

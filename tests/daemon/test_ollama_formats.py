@@ -14,6 +14,7 @@ from quantd.daemon.wire import ollama
 from quantd.daemon.wire.ollama_messages import MessageBody, neutral_messages
 
 USAGE = Usage(7, 3, 4, load_seconds=0.5, prompt_seconds=0.25, decode_seconds=1.0)
+HEAD = Head("id", "tiny", 1, 7, prompt=[1, 2])
 CALL = {"id": "a", "function": {"index": 0, "name": "f", "arguments": {"x": [1, {"y": None}]}}}
 OTHER = {"id": "b", "function": {"index": 1, "name": "g", "arguments": {}}}
 
@@ -31,8 +32,8 @@ SECOND = [call(1, "", "b", "g")]
 
 
 def streamed(*deltas: Delta, piece: ollama.Piece = ollama.chat_piece) -> list[dict[str, Any]]:
-    stream = ollama.AnswerStream(piece, "tiny", scored=False)
-    frames = [*stream.start(Head("id", "tiny", 1, 7))]
+    stream = ollama.AnswerStream(ollama.Telling(piece, "tiny"))
+    frames = [*stream.start(HEAD)]
     frames += [frame for delta in deltas for frame in stream.delta(delta)]
     frames += stream.finish(USAGE)
     assert all(frame.endswith(b"\n") and frame.count(b"\n") == 1 for frame in frames)
@@ -85,12 +86,23 @@ def test_calls_end_an_answer_as_a_stop_does() -> None:
     assert (last["prompt_eval_count"], last["eval_count"], last["cached_prompt_tokens"]) == (7, 3, 4)
 
 
+def test_the_tokens_to_go_on_from() -> None:
+    telling = ollama.Telling(ollama.generate_piece, "tiny", continues=True)
+    stream = ollama.AnswerStream(telling)
+    stream.start(HEAD)
+    stream.delta(Delta(0, "a", token_ids=(3,)))
+    stream.delta(Delta(0, "b", token_ids=(4, 5), finish_reason="stop"))
+    assert json.loads(stream.finish(USAGE)[0])["context"] == [1, 2, 3, 4, 5]
+    answer = Answer(0, "ab", token_ids=[3, 4, 5])
+    assert ollama.reply(telling, HEAD, answer, USAGE)["context"] == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("piece", [ollama.chat_piece, ollama.generate_piece])
 def test_the_whole_answer_says_what_its_stream_says(piece: ollama.Piece) -> None:
     deltas = [Delta(0, reasoning="Hm."), Delta(0, "Well."), *FIRST, *SECOND, end()]
     calls = [ToolCall("a", "f", '{"x": [1, {"y": null}]}'), ToolCall("b", "g")]
     answer = Answer(0, "Well.", [], "tool_calls", "Hm.", calls)
-    whole = ollama.reply(piece, "tiny", answer, USAGE, scored=False)
+    whole = ollama.reply(ollama.Telling(piece, "tiny"), HEAD, answer, USAGE)
     lines = streamed(*deltas, piece=piece)
     said = [line.get("message", line) for line in lines]
     told = whole.get("message", whole)
@@ -103,7 +115,7 @@ def test_the_whole_answer_says_what_its_stream_says(piece: ollama.Piece) -> None
 
 def test_a_call_that_was_cut_is_text_of_a_whole_answer_too() -> None:
     answer = Answer(0, "Well. ", [], "length", "", [ToolCall("a", "f", '{"x')])
-    whole = ollama.reply(ollama.chat_piece, "tiny", answer, USAGE, scored=False)
+    whole = ollama.reply(ollama.Telling(ollama.chat_piece, "tiny"), HEAD, answer, USAGE)
     assert whole["message"] == {"role": "assistant", "content": 'Well. f({"x'}
 
 

@@ -19,19 +19,24 @@ Result = TypeVar("Result")
 
 
 @contextlib.asynccontextmanager
+async def async_client(daemon: Daemon, transport: str = "unix") -> AsyncIterator[ollama.AsyncClient]:
+    if transport == "tcp":
+        client = ollama.AsyncClient(host=f"http://127.0.0.1:{daemon.port}")
+    else:
+        uds = httpx.AsyncHTTPTransport(uds=str(daemon.path))
+        client = ollama.AsyncClient(host="http://quantd", transport=uds)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@contextlib.asynccontextmanager
 async def daemon_and_client(
     transport: str = "unix", **daemon: Any
 ) -> AsyncIterator[tuple[Daemon, ollama.AsyncClient]]:
-    async with running_daemon(**daemon) as running:
-        if transport == "tcp":
-            client = ollama.AsyncClient(host=f"http://127.0.0.1:{running.port}")
-        else:
-            uds = httpx.AsyncHTTPTransport(uds=str(running.path))
-            client = ollama.AsyncClient(host="http://quantd", transport=uds)
-        try:
-            yield running, client
-        finally:
-            await client.close()
+    async with running_daemon(**daemon) as running, async_client(running, transport) as client:
+        yield running, client
 
 
 async def with_sync(daemon: Daemon, use: Callable[[ollama.Client], Result]) -> Result:

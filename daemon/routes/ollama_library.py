@@ -1,0 +1,128 @@
+"""Ollama's surface for models on disk: pull, create, copy, delete, blobs."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+
+from aiohttp import web
+
+from quantd.daemon.errors import ModelNotFoundError
+from quantd.daemon.library import Library
+from quantd.daemon.library_worker import Job, Pull
+from quantd.daemon.pull import parse_source
+from quantd.daemon.routes.keys import LIBRARY, TIMING
+from quantd.daemon.routes.ollama import ollama_routes
+from quantd.daemon.routes.route import Route
+from quantd.daemon.wire import ollama
+from quantd.daemon.wire.body import read_body
+from quantd.daemon.wire.errors import json_response
+from quantd.daemon.wire.lines import Lines, send_lines
+from quantd.daemon.wire.ollama_library import CopyBody, CreateBody, NameBody, PullBody, progress_line
+
+
+async def pull(request: web.Request) -> web.StreamResponse:
+    """POST /api/pull"""
+    body, library = await read_body(request, PullBody), request.app[LIBRARY]
+    return await _tell(request, _pulling(library, body.job(str(library.store.root))), body.stream)
+
+
+async def _pulling(library: Library, job: Job) -> Lines:
+    yield {"status": "pulling manifest"}
+    assert isinstance(job.what, Pull)
+    if not _is_here(library, job.what.spec):
+        async for line in _adding(library, job):
+            yield line
+    yield {"status": "success"}
+
+
+def _is_here(library: Library, spec: str) -> bool:
+    """Whether a name that is nothing to fetch is that of a model here."""
+    try:
+        parse_source(spec)
+    except ModelNotFoundError:
+        try:
+            library.store.get(spec)
+        except ModelNotFoundError:
+            return False
+        return True
+    return False
+
+
+async def create(request: web.Request) -> web.StreamResponse:
+    """POST /api/create"""
+    body, library = await read_body(request, CreateBody), request.app[LIBRARY]
+    job = body.job(str(library.store.root), library.blobs)
+    return await _tell(request, _creating(library, job), body.stream)
+
+
+async def _creating(library: Library, job: Job) -> Lines:
+    async for line in _adding(library, job):
+        yield line
+    yield {"status": "success"}
+
+
+async def _adding(library: Library, job: Job) -> Lines:
+    async for step in library.add(job):
+        yield progress_line(job, step)
+    yield {"status": "writing manifest"}
+
+
+async def _tell(request: web.Request, lines: Lines, stream: bool | None) -> web.StreamResponse:
+    """The lines, or the last of them where the client wants no stream."""
+    if stream is not False:
+        return await send_lines(request, lines, ollama.error_object, request.app[TIMING].ping_seconds)
+    last = [line async for line in lines][-1]
+    return json_response(last)
+
+
+async def copy(request: web.Request) -> web.StreamResponse:
+    """POST /api/copy"""
+    body, library = await read_body(request, CopyBody), request.app[LIBRARY]
+    async for _ in library.add(body.job(str(library.store.root))):
+        pass
+    return web.Response()
+
+
+async def delete(request: web.Request) -> web.StreamResponse:
+    """DELETE /api/delete"""
+    body = await read_body(request, NameBody)
+    await request.app[LIBRARY].delete(body.chosen)
+    return web.Response()
+
+
+async def push(request: web.Request) -> web.StreamResponse:
+    """POST /api/push"""
+    return json_response({"error": "quantd has no registry to push models to"}, 501)
+
+
+async def has_blob(request: web.Request) -> web.StreamResponse:
+    """HEAD /api/blobs/{digest}"""
+    path = request.app[LIBRARY].blobs.path(request.match_info["digest"])
+    if not path.is_file():
+        raise web.HTTPNotFound
+    return web.Response()
+
+
+async def receive_blob(request: web.Request) -> web.StreamResponse:
+    """POST /api/blobs/{digest}: 201 once it is here, 200 where it was."""
+    blobs, digest = request.app[LIBRARY].blobs, request.match_info["digest"]
+    if blobs.path(digest).is_file():
+        return web.Response()
+    await blobs.receive(digest, _body(request))
+    return web.Response(status=201)
+
+
+async def _body(request: web.Request) -> AsyncIterator[bytes]:
+    async for data in request.content.iter_any():
+        yield data
+
+
+OLLAMA_LIBRARY_ROUTES: Sequence[Route] = ollama_routes(
+    ("POST", "/api/pull", pull),
+    ("POST", "/api/push", push),
+    ("POST", "/api/create", create),
+    ("POST", "/api/copy", copy),
+    ("DELETE", "/api/delete", delete),
+    ("HEAD", "/api/blobs/{digest}", has_blob),
+    ("POST", "/api/blobs/{digest}", receive_blob),
+)
