@@ -65,7 +65,7 @@ async def test_a_list_has_every_field_that_strict_clients_want() -> None:
             "parameter_size": "134.5M",
             "quantization_level": "Q8_0",
         }
-        assert model["capabilities"] == ["completion"]
+        assert model["capabilities"] == ["completion", "tools"]
 
 
 @in_loop
@@ -109,9 +109,9 @@ async def test_what_runs_and_until_when() -> None:
 @pytest.mark.parametrize(
     ("template", "tokens", "capabilities"),
     [
-        (CHATML, (), ["completion"]),
+        (CHATML, (), ["completion", "tools"]),
         (None, (), ["completion"]),
-        (CHATML, QWEN_INFILL, ["completion", "insert"]),
+        (CHATML, QWEN_INFILL, ["completion", "tools", "insert"]),
         (TOOLS_AND_THINKING, (), ["completion", "tools", "thinking"]),
         (TOOLS_AND_THINKING, QWEN_INFILL, ["completion", "tools", "insert", "thinking"]),
     ],
