@@ -31,6 +31,7 @@ from quantd.daemon.settings import (
     text,
     whole,
 )
+from quantd.daemon.supervision import Supervision
 from quantd.engine.config import Activations, Backend, EngineConfig, KVDtype
 from quantd.engine.split import parse_split
 
@@ -184,8 +185,12 @@ class ServeConfig:
         duration(), "How long a model stays in memory after its last request.", default=900.0
     )
     max_queue: int = setting(whole(1), "Most requests in the daemon; further ones are refused.", default=512)
+    idle_exit: float | None = setting(
+        duration(), "End after so long without a model in memory, to be started again by systemd's sockets."
+    )
     engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
     paths: Paths = dataclasses.field(default_factory=Paths.from_env)
+    supervision: Supervision = dataclasses.field(default_factory=Supervision)
 
 
 def load_config(
@@ -207,7 +212,12 @@ def load_config(
         raise ConfigError(f"{path}: engine must be a table: [engine]")
     engine = _gather(EngineOptions, flags, env, f"{path}: engine.", engine_table)
     daemon = _gather(ServeConfig, flags, env, f"{path}: ", table)
-    return ServeConfig(**({"socket": paths.socket} | daemon), engine=EngineOptions(**engine), paths=paths)
+    return ServeConfig(
+        **({"socket": paths.socket} | daemon),
+        engine=EngineOptions(**engine),
+        paths=paths,
+        supervision=Supervision.from_env(env),
+    )
 
 
 def parse_flags(record: type[Any], flags: Mapping[str, object]) -> dict[str, Any]:

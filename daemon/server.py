@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,17 @@ from quantd.daemon.models import Models
 from quantd.daemon.service import Service
 from quantd.daemon.sockets import name_of, tcp_sockets, unix_socket
 from quantd.daemon.store import Store
+from quantd.daemon.supervision import Notifier
+from quantd.daemon.watch import Watch
 from quantd.engine.client import EngineClient
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import RequestError
 from quantd.kernels.errors import QuantdError
 
 _log = logging.getLogger(__name__)
+
+# What engines may take to end, beside the requests that run.
+_CLOSE_SECONDS = 10.0
 
 
 def run_server(config: ServeConfig) -> int:
@@ -57,7 +62,10 @@ def _tell_bad_http_in_a_line(record: logging.LogRecord) -> bool:
 
 
 def _listen(config: ServeConfig, opened: contextlib.ExitStack) -> list[socket.socket]:
-    listeners = []
+    """The sockets of a service manager, if it has handed over any, else those configured."""
+    listeners = [opened.enter_context(contextlib.closing(sock)) for sock in config.supervision.sockets()]
+    if listeners:
+        return listeners
     if config.socket is not None:
         listeners.append(opened.enter_context(unix_socket(config.socket)))
     if config.port is not None:
@@ -81,15 +89,29 @@ async def _serve(config: ServeConfig, listeners: list[socket.socket]) -> int:
     version, names = importlib.metadata.version("quantd"), [name_of(sock) for sock in listeners]
     control = Control(models, version, config.paths.state, names)
     abort = _handle_signals(control.stop)
+    notifier = Notifier(config.supervision.notify_address)
     async with _running(make_app(service, control), listeners) as runner:
         print("READY", *control.listening, file=sys.stderr, flush=True)
-        loading = None if preload is None else asyncio.create_task(_preload(models, preload))
+        notifier.ready()
+        asides = [asyncio.create_task(work) for work in _asides(config, models, preload, notifier, control)]
         await control.stop.wait()
+        notifier.stopping(config.drain_seconds + _CLOSE_SECONDS)
         finished = await _drain(service, runner, config.drain_seconds, abort)
-        if loading is not None:
-            loading.cancel()
+        for aside in asides:
+            aside.cancel()
         await models.close()
     return 0 if finished else 1
+
+
+def _asides(
+    config: ServeConfig, models: Models, preload: str | None, notifier: Notifier, control: Control
+) -> Iterator[Coroutine[Any, Any, None]]:
+    """What goes on beside serving."""
+    supervision, idle_exit = config.supervision, config.idle_exit
+    if preload is not None:
+        yield _preload(models, preload)
+    if supervision.notify_address is not None or idle_exit is not None:
+        yield Watch(models, notifier, supervision.watchdog_seconds, idle_exit, control.stop.set).run()
 
 
 def engine_config(config: ServeConfig, path: Path, options: Mapping[str, Any]) -> EngineConfig:
