@@ -209,6 +209,11 @@ def plain_name(name: str) -> str:
     return _HOST.sub("", name).removesuffix(":latest")
 
 
+def full_name(name: str) -> str:
+    """A name of the store as Ollama lists it, with its tag."""
+    return name if ":" in name else f"{name}:latest"
+
+
 def check_name(name: str) -> str:
     """`name` itself if it can name a model.
 

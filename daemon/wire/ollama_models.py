@@ -16,6 +16,7 @@ from quantd.daemon.derive import parent_of
 from quantd.daemon.model_card import ModelCard
 from quantd.daemon.models import LoadedModel
 from quantd.daemon.preset import Preset
+from quantd.daemon.store import full_name
 from quantd.daemon.wire.ollama import local_time
 
 # Names of parameters that differ from those of SamplingParams.
@@ -31,11 +32,6 @@ _INFO_KEYS = {
     "vocab_size": "vocab_size",
 }
 _DENSE = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-
-
-def full_name(name: str) -> str:
-    """The name with its tag; none is `latest`."""
-    return name if ":" in name else f"{name}:latest"
 
 
 def list_entry(card: ModelCard) -> dict[str, Any]:

@@ -140,6 +140,8 @@ def test_zed(folders: UserFolders, journal: Journal) -> None:
     settings = written("zed", folders, journal)[".config/zed/settings.json"]
     assert settings["language_models"]["ollama"] == {"api_url": ROOT, "context_window": 32768}
     assert settings["agent"]["default_model"] == {"provider": "ollama", "model": ENDPOINT.model}
+    bare = files_of("zed", folders, dataclasses.replace(ENDPOINT, model="tiny"))[0].preview()
+    assert json.loads(bare)["agent"]["default_model"]["model"] == "tiny:latest"
     assert settings["edit_predictions"] == {
         "provider": "open_ai_compatible_api",
         "open_ai_compatible_api": {

@@ -13,13 +13,7 @@ from quantd.daemon.connect.endpoint import Endpoint
 from quantd.daemon.connect.probes import Probe
 from quantd.daemon.connect.tools import TOOLS
 
-SURFACES = ("/v1/", "/api/")
-PROBES = {
-    probe.path + "+" * probe.infills: probe
-    for tool in TOOLS.values()
-    for probe in tool.probes
-    if probe.path.startswith(SURFACES)
-}
+PROBES = {probe.path + "+" * probe.infills: probe for tool in TOOLS.values() for probe in tool.probes}
 
 
 @pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES)

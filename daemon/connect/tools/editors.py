@@ -10,6 +10,7 @@ from quantd.daemon.connect.folders import UserFolders
 from quantd.daemon.connect.merge import Put
 from quantd.daemon.connect.probes import CHAT, OLLAMA_CHAT, SUFFIX
 from quantd.daemon.connect.tool import KEY, Tool
+from quantd.daemon.store import full_name
 
 _EDIT_TOKENS = 64
 
@@ -28,9 +29,12 @@ PROMPT_FORMATS = {
 
 
 def _zed_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[ConfigFile]:
-    """zed.dev/docs/ai: use-a-local-model, edit-prediction. Zed asks for num_ctx 4096 unless told more."""
+    """zed.dev/docs/ai: use-a-local-model, edit-prediction.
+
+    Zed asks for num_ctx 4096 unless told more, and knows models by the names that /api/tags lists.
+    """
     ollama = {"api_url": endpoint.root, "context_window": endpoint.context}
-    model = {"provider": "ollama", "model": endpoint.model}
+    model = {"provider": "ollama", "model": full_name(endpoint.model)}
     puts = [
         Put(("language_models", "ollama"), ollama),
         Put(("agent", "default_model"), model, "choice", f"choose {endpoint.model} in the agent panel"),
