@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantd.daemon.preset import Preset
-from quantd.daemon.pull import Progress, is_model_file
+from quantd.daemon.pull import Progress, is_model_file, model_files
 
 TEMPLATE_NAME = "chat_template.jinja"
 _MODEL = "model:"
@@ -27,9 +27,10 @@ class ModelSource:
         return _MODEL + self.default_name
 
     def fetch(self, folder: Path, progress: Progress) -> None:
-        for file in self.folder.iterdir():
-            if file.is_file() and file.name != "quantd.json":
-                os.link(file, folder / file.name, follow_symlinks=False)
+        for name in model_files(self.folder):
+            if name != "quantd.json":
+                (folder / name).parent.mkdir(exist_ok=True)
+                os.link(self.folder / name, folder / name, follow_symlinks=False)
 
 
 def parent_of(source: str) -> str:

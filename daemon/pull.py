@@ -251,6 +251,13 @@ def is_model_file(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in MODEL_FILES)
 
 
+def model_files(folder: Path) -> list[str]:
+    """The paths in a folder of what may be part of a model."""
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    names += [POOLING_FILE] if (folder / POOLING_FILE).is_file() else []
+    return [name for name in names if is_model_file(name)]
+
+
 @dataclass(frozen=True)
 class LocalSource:
     """A folder in Hugging Face's layout or a .gguf file on this machine, linked or copied."""
@@ -288,9 +295,7 @@ class LocalSource:
             return [self.path]
         if not self.path.is_dir():
             raise StoreError(f"{self.spec}: no such file or folder")
-        names = sorted(entry.name for entry in self.path.iterdir() if entry.is_file())
-        names += [POOLING_FILE] if (self.path / POOLING_FILE).is_file() else []
-        files = [self.path / name for name in names if is_model_file(name) and name != "quantd.json"]
+        files = [self.path / name for name in model_files(self.path) if name != "quantd.json"]
         if any(file.suffix == ".safetensors" for file in files):
             return [file for file in files if file.suffix != ".gguf"]
         return files

@@ -15,6 +15,7 @@ from gguf_files import write_tiny
 from hub_server import Hub, running_hub
 
 from quantd.daemon.catalogue import CATALOGUE
+from quantd.daemon.derive import ModelSource
 from quantd.daemon.errors import ModelNotFoundError, StoreError
 from quantd.daemon.pull import HubSource, PackageSource, choose_files, parse_source, unpack_gguf
 from quantd.daemon.store import Store
@@ -229,3 +230,15 @@ def test_a_hub_that_is_not_there(store: Store) -> None:
 def test_a_repository_without_weights() -> None:
     with pytest.raises(StoreError, match="neither safetensors nor GGUF"):
         choose_files(["config.json", "pytorch_model.bin", "sub/model.safetensors"], None, "hf:a/b")
+
+
+def test_a_model_made_of_another_has_all_its_files(store: Store, hub: Hub) -> None:
+    parent = store.add(HubSource("org/folder", endpoint=hub.endpoint))
+    child = store.add(ModelSource(parent.name, parent.path), "child")
+
+    def files(folder: Path) -> set[str]:
+        return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+    assert files(child.path) == files(parent.path)
+    store.remove(parent.name)
+    assert (child.path / "1_Pooling" / "config.json").read_bytes() == b'{"pooling_mode": "cls"}'
