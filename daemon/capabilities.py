@@ -11,8 +11,9 @@ import msgspec
 from quantd.daemon.infill_formats import format_of
 from quantd.daemon.model_files import read_json
 from quantd.daemon.reasoning import reasoning_tags
+from quantd.daemon.template_files import template_source
 from quantd.daemon.templates import ChatTemplate
-from quantd.daemon.tokenizer import Tokenizer, template_source
+from quantd.daemon.tokenizer import Tokenizer
 from quantd.quant.errors import CheckpointError
 
 

@@ -14,7 +14,8 @@ from quantd.daemon.model_files import read_json
 from quantd.daemon.models import Models, StoredModel
 from quantd.daemon.preset import Preset
 from quantd.daemon.store import MANIFEST
-from quantd.daemon.tokenizer import end_names, template_source
+from quantd.daemon.template_files import template_source
+from quantd.daemon.tokenizer import end_names
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from quantd.daemon.infill_formats import infill_writer
 from quantd.daemon.keep_alive import KeepAlive
 from quantd.daemon.model_files import model_sampling
 from quantd.daemon.preset import Preset
+from quantd.daemon.templates import ChatTemplate
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError, EngineDiedError, RequestError
@@ -98,8 +99,9 @@ class LoadedModel:
     """A model that answers.
 
     defaults: what its author says of sampling, as fields of SamplingParams for requests that leave them
-    open. preset: what else it brings to them. head: how it embeds. chat: how it chats, if it does. infill:
-    writes its prompts towards a suffix, if it knows any. num_requests: those that hold it.
+    open. preset: what else it brings to them. head: how it embeds. chat: how it chats, if it does, and
+    tool_chat with tools. infill: writes its prompts towards a suffix, if it knows any. num_requests: those
+    that hold it.
     """
 
     def __init__(
@@ -119,7 +121,8 @@ class LoadedModel:
         self.preset = preset
         self.head = head
         self.keep_alive = keep_alive
-        self.chat = None if tokenizer.template is None else ChatFormat(tokenizer.template, tokenizer)
+        self.chat = _chat_format(tokenizer.template, tokenizer)
+        self.tool_chat = _chat_format(tokenizer.tool_template, tokenizer) or self.chat
         self.infill = infill_writer(tokenizer)
         self.num_requests = 0
         self._idle = asyncio.Event()
@@ -152,6 +155,10 @@ class LoadedModel:
     async def wait_idle(self) -> None:
         """Return once no request holds the model."""
         await self._idle.wait()
+
+
+def _chat_format(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatFormat | None:
+    return None if template is None else ChatFormat(template, tokenizer)
 
 
 class ModelEntry:

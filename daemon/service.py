@@ -446,9 +446,10 @@ def _chat_format(model: LoadedModel, request: ChatRequest) -> ChatFormat:
             return ChatFormat(model.tokenizer.chat_template(request.template), model.tokenizer)
         except CheckpointError as error:
             raise RequestError(f"template: {error}; it must be Jinja, not Go", "template") from error
-    if model.chat is None:
+    chat = model.tool_chat if request.tools else model.chat
+    if chat is None:
         raise RequestError(f"the model {model.name} has no chat template; use /v1/completions", "model")
-    return model.chat
+    return chat
 
 
 def _behind(history: Sequence[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:

@@ -17,6 +17,7 @@ import tokenizers
 
 from quantd.daemon.control_tokens import ControlTokens
 from quantd.daemon.model_files import read_json
+from quantd.daemon.template_files import TOOL_USE, template_source
 from quantd.daemon.templates import ChatTemplate
 from quantd.daemon.text import (
     IncrementalDetokenizer,
@@ -48,8 +49,8 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 class Tokenizer:
     """Text to tokens and back for one model.
 
-    end_ids: the ids that end an answer. template: None where the model has none. control_tokens: those that
-    no message may write.
+    end_ids: the ids that end an answer. template: None where the model has none. tool_template: for requests
+    with tools, where the model has one of its own for them. control_tokens: those that no message may write.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Tokenizer:
         config: dict[str, Any],
         template: ChatTemplate | None,
         end_ids: Iterable[int],
+        tool_template: ChatTemplate | None = None,
     ) -> None:
         self._core = core
         added = core.get_added_tokens_decoder()
@@ -81,6 +83,7 @@ class Tokenizer:
         self._prefix, self._suffix = _frame(core, config)
         self._special_tokens = _special_tokens(config)
         self.template = template
+        self.tool_template = tool_template
         self.end_ids = frozenset(end_ids)
 
     @classmethod
@@ -102,7 +105,10 @@ class Tokenizer:
         special_tokens = _special_tokens(config)
         source = template_source(folder, config)
         template = None if source is None else ChatTemplate(source, special_tokens)
-        return cls(core, config, template, _end_ids(core, folder, special_tokens, source))
+        tool_source = template_source(folder, config, TOOL_USE)
+        tool_template = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
+        end_ids = _end_ids(core, folder, special_tokens, source)
+        return cls(core, config, template, end_ids, tool_template)
 
     def encode(self, text: str, raw: bool = False, spelled: Collection[int] = frozenset()) -> list[int]:
         """Tokens of a text; special tokens written in it count as such.
@@ -319,19 +325,3 @@ def _text_of(token: object) -> str | None:
     """A special token is written as its text, or as a record with the text in `content`."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
-
-
-def template_source(folder: Path, config: dict[str, Any]) -> str | None:
-    """The default chat template; a file of its own goes before the tokenizer's configuration."""
-    for file in (folder / "chat_template.jinja", folder / "additional_chat_templates" / "default.jinja"):
-        if file.is_file():
-            try:
-                return file.read_text(encoding="utf-8")
-            except (OSError, UnicodeError) as error:
-                raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        entries = [entry for entry in template if isinstance(entry, dict)]
-        named = {str(entry.get("name")): entry.get("template") for entry in entries}
-        template = named.get("default") or next(iter(named.values()), None)
-    return template if isinstance(template, str) else None

@@ -149,6 +149,21 @@ def test_odd_templates(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    listed = [{"name": "tool_use", "template": "listed tools"}, {"name": "default", "template": "listed"}]
+    folder = write_model(tmp_path, None, chat_template=listed)
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.template and tokenizer.template.source == "listed"
+    assert tokenizer.tool_template and tokenizer.tool_template.source == "listed tools"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools in a file")
+    (folder / "chat_template.jinja").write_text("a file")
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.template and tokenizer.template.source == "a file"
+    assert tokenizer.tool_template and tokenizer.tool_template.source == "tools in a file"
+    assert Tokenizer.load(write_model(tmp_path / "other")).tool_template is None
+
+
 def test_an_end_id_that_is_none_is_left_out(tmp_path: Path) -> None:
     folder = write_model(tmp_path, None)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, "x", True, 7]}))
