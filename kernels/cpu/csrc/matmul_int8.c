@@ -1,27 +1,59 @@
-/* Codes times INT8 rows, or `fine` ones of INT16. One or two rows multiply codes as they are unpacked; more rows share a
- * tile that is unpacked to one code a byte and fp32 scales once. */
+/* Codes times INT8 rows, or `fine` ones of INT16. One or two rows multiply codes as they are unpacked. More rows
+ * share a tile of fp32 scales and codes, one a byte or for INT16 rows as pairs. The first four or more unpack it as
+ * they multiply, which hides the stores and the waiting for memory. */
 #include "matmul.h"
 #include "weights.h"
 
-/* A block of a tile: codes in 1 or 2 planes of 8 chunks, then scales and offsets of each part. */
+/* A block of a tile: codes in 1 or 2 planes of 8 chunks, or 8 chunks of pairs, then scales and offsets of each part. */
 #define PLANE_BYTES (CHUNKS * CHUNK_BYTES)
-#define MAX_TILE_BLOCK (WIDE_PLANES * PLANE_BYTES + 2 * 2 * LANES * 4)
+#define MAX_TILE_BLOCK (2 * PLANE_BYTES + 2 * 2 * LANES * 4)
 #define TILE_BLOCKS (MATMUL_SCRATCH / MAX_TILE_BLOCK)
 
 #define LINE 64 /* bytes of a cache line */
 #define PREFETCH_BYTES 2048
 #define MAX_FEW 2 /* rows that multiply codes as they are unpacked */
 
-INLINE long tile_block_bytes(int planes, int parts) { return planes * PLANE_BYTES + parts * 2 * LANES * 4; }
+/* What a tile holds: pairs for INT16 rows, or planes of codes; parts of a block with scales of their own. Constants. */
+typedef struct {
+  int fine, planes, parts;
+} tile_form;
+
+INLINE long tile_code_bytes(tile_form f) { return f.fine ? CHUNKS * (long)sizeof(paired) : f.planes * PLANE_BYTES; }
+INLINE long tile_block_bytes(tile_form f) { return tile_code_bytes(f) + f.parts * 2 * LANES * 4; }
+
+/* Where codes come from: a block of them, of `bits` bits (a constant), and the block of a tile that keeps them, or NULL;
+ * with bits 0 the block of a tile. */
+typedef struct {
+  int bits;
+  const uint8_t *block;
+  uint8_t *tile;
+} code_source;
+
+INLINE paired source_pair(code_source from, int c) {
+  paired *kept = (paired *)(void *)from.tile + c;
+  if (!from.bits) return *kept;
+  paired q = codes_pair(block_chunk(from.bits, from.block, c));
+  if (from.tile) *kept = q;
+  return q;
+}
+
+INLINE codes source_codes(code_source from, int planes, int plane, int c) {
+  uint8_t *kept = from.tile + PLANE_BYTES * plane + CHUNK_BYTES * c;
+  if (!from.bits) return codes_keep(codes_load(kept));
+  codes q = block_chunk(from.bits, from.block, c);
+  if (planes == 2) q = codes_field(q, 4 * plane, 15);
+  codes_store(kept, q);
+  return codes_keep(q);
+}
 
 /* Sums over chunks begin .. end - 1 of a block of codes, for each output and each of num_rows rows (a constant). */
-INLINE void fine_dots(int num_rows, int bits, int begin, int end, const uint8_t *block, const int16_t *x, v16 *sums) {
+INLINE void fine_dots(int num_rows, code_source from, int begin, int end, const int16_t *x, v16 *sums) {
   vi16 sum[TILE_ROWS];
   UNROLL
   for (int r = 0; r < num_rows; r++) sum[r] = vi_set1(0);
   UNROLL
   for (int c = begin; c < end; c++) {
-    paired q = codes_pair(block_chunk(bits, block, c));
+    paired q = source_pair(from, c);
     UNROLL
     for (int r = 0; r < num_rows; r++) sum[r] = paired_dot_add(sum[r], q, x + BLOCK * r + 4 * c);
   }
@@ -71,7 +103,7 @@ INLINE void few_rows(int num_rows, long group, int fine, const qd_weight *w, int
       qd_row_block x = row_block(rows, group, fine, row, b);
       for (long i = 0; i < block_bytes(bits); i += LINE) __builtin_prefetch(block + PREFETCH_BYTES + i);
       if (fine)
-        fine_dots(num_rows, bits, 0, CHUNKS, block, x.q, sums);
+        fine_dots(num_rows, (code_source){bits, block, NULL}, 0, CHUNKS, x.q, sums);
       else
         packed_dots(num_rows, bits, block, x.q, sums);
       UNROLL
@@ -82,15 +114,6 @@ INLINE void few_rows(int num_rows, long group, int fine, const qd_weight *w, int
   for (int r = 0; r < num_rows; r++) v_store(out + LANES * r, acc[r]);
 }
 
-INLINE void unpack_block(int bits, int planes, const uint8_t *block, uint8_t *tile) {
-  UNROLL
-  for (int c = 0; c < CHUNKS; c++) {
-    codes q = block_chunk(bits, block, c);
-    codes_store(tile + CHUNK_BYTES * c, planes == 2 ? codes_field(q, 0, 15) : q);
-    if (planes == 2) codes_store(tile + PLANE_BYTES + CHUNK_BYTES * c, codes_field(q, 4, 15));
-  }
-}
-
 /* Scales and offsets of one part of a block; both 0 where it is padding, which only a half can be. */
 INLINE void unpack_scales(int header, const uint8_t *head, int is_padding, float *tile) {
   scales s = {v_zero(), v_zero()};
@@ -99,36 +122,62 @@ INLINE void unpack_scales(int header, const uint8_t *head, int is_padding, float
   v_store(tile + LANES, s.offset);
 }
 
-/* The rows' products, which come next, take long and read no memory. So that it has work meanwhile, the tile behind this
- * one, which lies there, is asked for. */
-INLINE void unpack_tile(const qd_weight *w, int bits, int planes, int parts, long panel, long first, long last,
-                        uint8_t *tile) {
-  int header = w->header;
-  long part_len = BLOCK / parts, k = BLOCK * first, group_end = round_up(k + 1, w->group);
-  long ahead = (last - first) * block_bytes(bits);
-  long headers_ahead = (last - first) * header_bytes(header) * BLOCK / w->group;
-  const uint8_t *block = weight_block(w, bits, panel, first), *head = weight_header(w, header, panel, k / w->group);
-  for (long b = first; b < last; b++, block += block_bytes(bits), tile += tile_block_bytes(planes, parts)) {
-    float *tile_scales = (float *)(void *)(tile + planes * PLANE_BYTES);
-    for (long i = 0; i < block_bytes(bits); i += LINE) __builtin_prefetch(block + ahead + i, 0, 2);
-    __builtin_prefetch(head + headers_ahead, 0, 2);
-    unpack_block(bits, planes, block, tile);
-    for (int part = 0; part < parts; part++, k += part_len) {
-      if (k >= group_end) group_end += w->group, head += header_bytes(header);
-      unpack_scales(header, head, k >= w->k, tile_scales + 2 * LANES * part);
+/* Where the next block of a panel lies, its header, and how far behind them what the next tile is made of. */
+typedef struct {
+  int bits, header;
+  const uint8_t *block, *head;
+  long k, num_inputs, group, group_end, ahead, headers_ahead;
+} packed;
+
+INLINE packed packed_at(const qd_weight *w, int bits, long panel, long first, long last) {
+  long k = BLOCK * first, header = header_bytes(w->header);
+  return (packed){.bits = bits,
+                  .header = w->header,
+                  .block = weight_block(w, bits, panel, first),
+                  .head = weight_header(w, w->header, panel, k / w->group),
+                  .k = k,
+                  .num_inputs = w->k,
+                  .group = w->group,
+                  .group_end = round_up(k + 1, w->group),
+                  .ahead = (last - first) * block_bytes(bits),
+                  .headers_ahead = (last - first) * header * BLOCK / w->group};
+}
+
+/* The next block's scales, into a tile, and where its codes come from. The rows' products take long and read no memory:
+ * so that it has work meanwhile, what lies there for the next tile is asked for. */
+INLINE code_source unpack_next(packed *from, tile_form f, uint8_t *tile) {
+  code_source source = {from->bits, from->block, tile};
+  float *tile_scales = (float *)(void *)(tile + tile_code_bytes(f));
+  for (long i = 0; i < block_bytes(from->bits); i += LINE) __builtin_prefetch(from->block + from->ahead + i, 0, 2);
+  __builtin_prefetch(from->head + from->headers_ahead, 0, 2);
+  for (int part = 0; part < f.parts; part++, from->k += BLOCK / f.parts) {
+    if (from->k >= from->group_end) from->group_end += from->group, from->head += header_bytes(from->header);
+    unpack_scales(from->header, from->head, from->k >= from->num_inputs, tile_scales + 2 * LANES * part);
+  }
+  from->block += block_bytes(from->bits);
+  return source;
+}
+
+INLINE void unpack_tile(packed from, tile_form f, long num_blocks, uint8_t *tile) {
+  for (long b = 0; b < num_blocks; b++, tile += tile_block_bytes(f)) {
+    code_source source = unpack_next(&from, f, tile);
+    UNROLL
+    for (int c = 0; c < CHUNKS; c++) {
+      if (f.fine) source_pair(source, c);
+      for (int plane = 0; !f.fine && plane < f.planes; plane++) source_codes(source, f.planes, plane, c);
     }
   }
 }
 
 /* Sums over chunks begin .. end - 1 of a block of a tile, for num_rows INT8 rows (a constant). */
-INLINE void part_dots(int num_rows, int planes, int begin, int end, const uint8_t *tile, const int8_t *x, v16 *sums) {
+INLINE void part_dots(int num_rows, code_source from, int planes, int begin, int end, const int8_t *x, v16 *sums) {
   dot low[TILE_ROWS], high[TILE_ROWS];
   UNROLL
   for (int r = 0; r < num_rows; r++) low[r] = high[r] = dot_zero();
   UNROLL
   for (int c = begin; c < end; c++) {
-    codes q = codes_keep(codes_load(tile + CHUNK_BYTES * c)), q_high = q;
-    if (planes == 2) q_high = codes_keep(codes_load(tile + PLANE_BYTES + CHUNK_BYTES * c));
+    codes q = source_codes(from, planes, 0, c), q_high = q;
+    if (planes == 2) q_high = source_codes(from, planes, 1, c);
     UNROLL
     for (int r = 0; r < num_rows; r++) {
       low[r] = dot_add(low[r], q, x + BLOCK * r + 4 * c);
@@ -143,57 +192,58 @@ INLINE void part_dots(int num_rows, int planes, int begin, int end, const uint8_
   }
 }
 
-/* One part (of `parts`) of a block for num_rows rows (a constant) of a group, from x on. */
-INLINE void tile_part(int num_rows, int fine, int planes, int parts, int part, const uint8_t *tile, qd_row_block x,
-                      v16 *acc) {
-  int begin = part * CHUNKS / 2, end = parts == 2 ? begin + CHUNKS / 2 : CHUNKS;
-  const float *tile_scales = (const float *)(const void *)(tile + planes * PLANE_BYTES) + 2 * LANES * part;
+/* One part of a block for num_rows rows (a constant) of a group, from x on. */
+INLINE void tile_part(int num_rows, code_source from, tile_form f, int part, qd_row_block x, v16 *acc) {
+  int begin = part * CHUNKS / 2, end = f.parts == 2 ? begin + CHUNKS / 2 : CHUNKS;
+  const float *tile_scales = (const float *)(const void *)(from.tile + tile_code_bytes(f)) + 2 * LANES * part;
   v16 sums[TILE_ROWS];
-  if (fine)
-    fine_dots(num_rows, 8, begin, end, tile, x.q, sums);
+  if (f.fine)
+    fine_dots(num_rows, from, begin, end, x.q, sums);
   else
-    part_dots(num_rows, planes, begin, end, tile, x.q, sums);
+    part_dots(num_rows, from, f.planes, begin, end, x.q, sums);
   scales s = {v_load(tile_scales), v_load(tile_scales + LANES)};
-  const float *x_sum = parts == 2 ? x.half_sum[part] : x.sum;
+  const float *x_sum = f.parts == 2 ? x.half_sum[part] : x.sum;
   UNROLL
   for (int r = 0; r < num_rows; r++) acc[r] = accumulate(acc[r], s, sums[r], x.scale[r], x_sum[r]);
 }
 
-/* Blocks first..last-1, in tile, of num_rows rows (a constant) of one group of `group` from row on; adds to out. */
-INLINE void tile_rows(int num_rows, long group, int fine, int planes, int parts, const uint8_t *tile, long first, long last,
+/* Blocks first..last-1, in tile, or unpacked to it where `from` is given, of num_rows rows (a constant) of one group of
+ * `group` from row on; adds to out. */
+INLINE void tile_rows(int num_rows, long group, packed *from, tile_form f, uint8_t *tile, long first, long last,
                       const qd_rows *rows, long row, float *out) {
   v16 acc[TILE_ROWS];
+  const qd_rows inputs = *rows; /* which the compiler would read again after each store to the tile */
   UNROLL
   for (int r = 0; r < num_rows; r++) acc[r] = v_load(out + LANES * r);
-  for (long b = first; b < last; b++, tile += tile_block_bytes(planes, parts)) {
-    qd_row_block x = row_block(rows, group, fine, row, b);
-    tile_part(num_rows, fine, planes, parts, 0, tile, x, acc);
-    if (parts == 2) tile_part(num_rows, fine, planes, parts, 1, tile, x, acc);
+  for (long b = first; b < last; b++, tile += tile_block_bytes(f)) {
+    qd_row_block x = row_block(&inputs, group, f.fine, row, b);
+    code_source source = from ? unpack_next(from, f, tile) : (code_source){0, NULL, tile};
+    tile_part(num_rows, source, f, 0, x, acc);
+    if (f.parts == 2) tile_part(num_rows, source, f, 1, x, acc);
   }
   UNROLL
   for (int r = 0; r < num_rows; r++) v_store(out + LANES * r, acc[r]);
 }
 
-INLINE void tile_all_rows(int fine, int planes, int parts, const uint8_t *tile, long first, long last, const qd_rows *rows,
-                          long row, long num_rows, float *out) {
+INLINE void tile_all_rows(tile_form f, uint8_t *tile, long first, long last, const qd_rows *rows, long row,
+                          long num_rows, float *out) {
   for (; num_rows >= TILE_ROWS; num_rows -= TILE_ROWS, row += TILE_ROWS, out += LANES * TILE_ROWS)
-    tile_rows(TILE_ROWS, TILE_ROWS, fine, planes, parts, tile, first, last, rows, row, out);
-#define TAIL(n, group)                                                                               \
-  if (n < TILE_ROWS && num_rows >= n) {                                                              \
-    tile_rows(n < TILE_ROWS ? n : 1, group, fine, planes, parts, tile, first, last, rows, row, out); \
-    num_rows -= n, row += n, out += LANES * n;                                                       \
+    tile_rows(TILE_ROWS, TILE_ROWS, NULL, f, tile, first, last, rows, row, out);
+#define TAIL(n, group)                                                                      \
+  if (n < TILE_ROWS && num_rows >= n) {                                                     \
+    tile_rows(n < TILE_ROWS ? n : 1, group, NULL, f, tile, first, last, rows, row, out);    \
+    num_rows -= n, row += n, out += LANES * n;                                              \
   }
   TAIL(4, TILE_ROWS) TAIL(2, TILE_ROWS) TAIL(1, rows->tile)
 #undef TAIL
 }
 
-typedef void tile_kernel(const uint8_t *tile, long first, long last, const qd_rows *rows, long row, long num_rows,
+typedef void tile_kernel(uint8_t *tile, long first, long last, const qd_rows *rows, long row, long num_rows,
                          float *out);
 
-#define TILE_KERNEL(name, fine, planes, parts)                                                                               \
-  static void name(const uint8_t *tile, long first, long last, const qd_rows *rows, long row, long num_rows,           \
-                   float *out) {                                                                                       \
-    tile_all_rows(fine, planes, parts, tile, first, last, rows, row, num_rows, out);                                   \
+#define TILE_KERNEL(name, fine, planes, parts)                                                                       \
+  static void name(uint8_t *tile, long first, long last, const qd_rows *rows, long row, long num_rows, float *out) { \
+    tile_all_rows((tile_form){fine, planes, parts}, tile, first, last, rows, row, num_rows, out);                    \
   }
 TILE_KERNEL(tile_narrow, 0, 1, 1)
 TILE_KERNEL(tile_narrow_halves, 0, 1, 2)
@@ -205,21 +255,36 @@ TILE_KERNEL(tile_fine_halves, 1, 1, 2)
 /* Planes of a tile: INT16 rows meet codes of 8 bits as they are. */
 INLINE int tile_planes(int bits, int fine) { return bits == 8 && !fine ? WIDE_PLANES : 1; }
 
-static tile_kernel *kernel_of(int bits, int fine, int parts) {
-  if (fine) return parts == 2 ? tile_fine_halves : tile_fine;
-  if (tile_planes(bits, fine) == 1) return parts == 2 ? tile_narrow_halves : tile_narrow;
-  return parts == 2 ? tile_wide_halves : tile_wide;
+static tile_kernel *kernel_of(tile_form f) {
+  if (f.fine) return f.parts == 2 ? tile_fine_halves : tile_fine;
+  if (f.planes == 1) return f.parts == 2 ? tile_narrow_halves : tile_narrow;
+  return f.parts == 2 ? tile_wide_halves : tile_wide;
 }
 
-INLINE void many_rows(const qd_weight *w, int bits, int planes, long panel, const qd_rows *rows, long first,
+/* All rows over one tile. */
+INLINE void multiply_tile(packed from, tile_form f, long first, long last, const qd_rows *rows, long row, long num_rows,
+                          float *out, uint8_t *tile) {
+  long done = f.parts == 2 || num_rows < 4 ? 0 : num_rows < TILE_ROWS ? 4 : TILE_ROWS;
+  if (done == 0)
+    unpack_tile(from, f, last - first, tile);
+  else if (done == TILE_ROWS)
+    tile_rows(TILE_ROWS, TILE_ROWS, &from, f, tile, first, last, rows, row, out);
+  else
+    tile_rows(4, TILE_ROWS, &from, f, tile, first, last, rows, row, out);
+  kernel_of(f)(tile, first, last, rows, row + done, num_rows - done, out + LANES * done);
+}
+
+INLINE void many_rows(const qd_weight *w, int bits, int fine, long panel, const qd_rows *rows, long first,
                       long num_rows, float *out, uint8_t *tile) {
-  int parts = weight_parts(w);
-  tile_kernel *kernel = kernel_of(bits, rows->fine, parts);
+  int planes = tile_planes(bits, fine);
   memset(out, 0, (size_t)(num_rows * LANES) * sizeof(float));
   for (long b = 0; b < rows->blocks; b += TILE_BLOCKS) {
     long last = min_long(rows->blocks, b + TILE_BLOCKS);
-    unpack_tile(w, bits, planes, parts, panel, b, last, tile);
-    kernel(tile, b, last, rows, first, num_rows, out);
+    packed from = packed_at(w, bits, panel, b, last);
+    if (weight_parts(w) == 1)
+      multiply_tile(from, (tile_form){fine, planes, 1}, b, last, rows, first, num_rows, out, tile);
+    else
+      multiply_tile(from, (tile_form){fine, planes, 2}, b, last, rows, first, num_rows, out, tile);
   }
 }
 
@@ -230,7 +295,7 @@ INLINE void matmul_rows(const qd_weight *w, int bits, int fine, long panel, cons
   else if (num_rows == 2 && weight_parts(w) == 1)
     few_rows(2, TILE_ROWS, fine, w, bits, panel, rows, first, out);
   else
-    many_rows(w, bits, tile_planes(bits, fine), panel, rows, first, num_rows, out, scratch);
+    many_rows(w, bits, fine, panel, rows, first, num_rows, out, scratch);
 }
 
 INLINE void matmul_bits(const qd_weight *w, int bits, long panel, const qd_rows *rows, long first, long num_rows,
