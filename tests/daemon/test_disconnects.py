@@ -50,6 +50,9 @@ LONG_REQUESTS = [
     ("/completion", {"prompt": "hi", "n_predict": 400}),
     ("/infill", {"input_prefix": "hi", "input_suffix": "", "n_predict": 400}),
     ("/v1/fim/completions", {"prompt": "hi", "max_tokens": 400}),
+    ("/api/chat", {"options": {"num_predict": 400}}),
+    ("/api/generate", {"prompt": "hi", "options": {"num_predict": 400}}),
+    ("/api/embed", {"input": "hi"}),
 ]
 
 

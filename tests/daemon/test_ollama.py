@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from daemon_in_loop import Daemon, case, in_loop, running_daemon
-from fake_models import QWEN_INFILL
+from fake_models import CHATML, QWEN_INFILL, chat_tokenizer
 from test_disconnects import open_request, until
 
 from quantd.daemon.wire.stream import Timing
@@ -453,3 +453,38 @@ async def test_what_clients_probe() -> None:
         assert tuple(map(int, version["version"].split("."))) >= (0, 6, 4)
         assert (await daemon.get("/api/status"))[1] == {"cloud": {"disabled": True, "source": "config"}}
         assert (await daemon.post("/api/me", {}))[0] == 401
+
+
+@in_loop
+async def test_tools_and_reasoning_of_a_model_that_has_both() -> None:
+    said = (
+        "<think>\nHm.\n</think>\n\nWell.\n<tool_call>\n"
+        '{"name": "look", "arguments": {"place": "é\\n", "deep": {"n": 4}}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
+    )
+    template = CHATML + "{% if tools %}{{ tools }}<tool_call>{% endif %}<think></think>"
+    function = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+    body = {
+        "model": "tiny",
+        "messages": HI,
+        "tools": [{"type": "function", "function": function}],
+        "think": True,
+    }
+    script = [*chat_tokenizer().encode(said).ids, 513]
+    async with running_daemon(lambda _: script, template) as daemon:
+        *parts, last = await lines(daemon, CHAT, body)
+        status, whole = await daemon.post(CHAT, body | {"stream": False})
+        assert status == 200 and whole["done_reason"] == last["done_reason"] == "stop"
+        message = whole["message"]
+        assert message["thinking"] == "".join(line["message"].get("thinking", "") for line in parts) == "Hm."
+        assert message["content"] == "".join(line["message"]["content"] for line in parts) == "Well."
+        calls = [call for line in (*parts, last) for call in line["message"].get("tool_calls", [])]
+        expected = [{"place": "é\n", "deep": {"n": 4}}, {}]
+        for found in (message["tool_calls"], calls):
+            assert [call["function"]["arguments"] for call in found] == expected
+            assert [(call["function"]["index"], call["function"]["name"]) for call in found] == [
+                (0, "look"),
+                (1, "look"),
+            ]
+            assert len({call["id"] for call in found}) == 2
+        assert len(last["message"]["tool_calls"]) == 1
