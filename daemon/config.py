@@ -98,6 +98,16 @@ class Paths:
         return self.state / "daemon.log"
 
 
+def config_home(env: Mapping[str, str] | None = None) -> Path:
+    """The base directory of a user's settings."""
+    return _xdg(os.environ if env is None else env, "XDG_CONFIG_HOME", ".config").parent
+
+
+def is_root() -> bool:
+    """Whether this process may change the machine."""
+    return os.geteuid() == 0
+
+
 def _xdg(env: Mapping[str, str], name: str, default: str) -> Path:
     """A base directory's quantd folder. The specification says to ignore relative values."""
     value = Path(env.get(name, ""))

@@ -54,3 +54,7 @@ class NoDaemonError(QuantdError):
 
 class GenerationError(QuantdError):
     """An engine gave up one request; the message says why."""
+
+
+class ServiceError(QuantdError):
+    """A unit of systemd cannot be installed, removed or asked about; the message has systemd's reason."""

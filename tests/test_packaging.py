@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("daemon", "engine", "kernels", "quant")
+PACKAGES = ("daemon", "engine", "kernels", "quant", "systemd")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -53,7 +53,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sources() -> list[Path]:
     paths = [path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*")]
-    return [path for path in paths if path.suffix in {".py", ".c", ".h"}]
+    return [path for path in paths if path.suffix in {".py", ".c", ".h", ".service", ".socket", ".conf"}]
 
 
 def test_the_wheel_holds_every_source(wheel: Path) -> None:

@@ -28,6 +28,7 @@ _COMMANDS = {
     "connect": "connect",
     "bench": "bench",
     "doctor": "doctor",
+    "service": "service",
     "tune": "tune",
 }
 

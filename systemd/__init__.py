@@ -1,0 +1,1 @@
+"""Unit files for systemd, as data; `quantd service` installs them."""
