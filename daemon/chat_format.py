@@ -5,6 +5,7 @@ Told from its chat template and its tokenizer.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from quantd.daemon.tokenizer import Tokenizer
 from quantd.daemon.tool_formats.format import CallRules, Calls
 from quantd.daemon.tool_formats.lark import Lark
 from quantd.daemon.tool_prompts import ToolPrompts
+from quantd.daemon.turns import by_turns
 from quantd.engine.errors import RequestError
 
 # What templates look up to switch reasoning on or off.
@@ -56,18 +58,28 @@ class ChatFormat:
         variables: Mapping[str, Any] | None = None,
         thinking: bool | None = None,
     ) -> Prompt:
-        """The prompt of a conversation. Raises RequestError where the template refuses it."""
+        """The prompt of a conversation. Raises RequestError where the template refuses it, also by turns."""
         switches = {} if thinking is None else _switches(thinking)
         try:
             mark = self._tokenizer.control_tokens.mark
             placed, placed_tools = self._tool_prompts.place(mark(messages), mark(tools))
-            rendered = self._template.render(
-                placed, placed_tools, mark(documents), switches | dict(variables or {})
-            )
+            rendered = self._render(placed, placed_tools, mark(documents), switches | dict(variables or {}))
         except RecursionError:
             raise RequestError("messages: what they hold is nested too deeply", "messages") from None
         text, spelled = unmark(rendered)
         return Prompt(text, self._tokenizer.encode(text, spelled=spelled))
+
+    def _render(self, messages: Sequence[Message], *others: Any) -> str:
+        """The template's text; where it refuses messages that are not by turns, that of the same by turns."""
+        try:
+            return self._template.render(messages, *others)
+        except RequestError:
+            turns = by_turns(messages)
+            if turns == list(messages):
+                raise
+            with contextlib.suppress(RequestError):
+                return self._template.render(turns, *others)
+            raise
 
     def parser(self, prompt: Prompt, rules: CallRules | None) -> OutputParser:
         """For one answer to this prompt. rules: None where nothing may be called."""

@@ -16,6 +16,10 @@ class PreviousResponseError(RequestError):
     """A response is to go on from one that is not stored."""
 
 
+class ThreadsUnsupportedError(RequestError):
+    """A client of Anthropic's wants its conversation kept here; it may send all of it instead."""
+
+
 class StoreError(QuantdError):
     """A pull, import or removal could not be done."""
 

@@ -180,7 +180,8 @@ def error_object(fault: Fault) -> dict[str, Any]:
 
 def _error(fault: Fault) -> dict[str, Any]:
     unlisted = "invalid_request_error" if fault.status < 500 else "api_error"
-    return {"type": _ERROR_TYPES.get(fault.status, unlisted), "message": _reason(fault)}
+    error = {"type": _ERROR_TYPES.get(fault.status, unlisted), "message": _reason(fault)}
+    return error | ({} if fault.code is None else {"details": {"error_code": fault.code}})
 
 
 def _reason(fault: Fault) -> str:

@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from quantd.daemon.errors import ThreadsUnsupportedError
 from quantd.daemon.service import ChatRequest, Options, ToolChoice
 from quantd.daemon.wire.anthropic_messages import MessageBody, neutral_messages
-from quantd.daemon.wire.body import sampling, stop_strings
+from quantd.daemon.wire.body import refuse_unsupported, sampling, stop_strings
 from quantd.engine.errors import RequestError
 
 
@@ -96,7 +97,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
             model=self.model,
             messages=neutral_messages(self.system, self.messages),
             tools=tools or None,
-            tool_choice=_tool_choice(choice, tools),
+            tool_choice=_tool_choice(choice),
             parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
             thinking=_thinking(self.thinking),
             template_variables=self._template_variables(),
@@ -129,12 +130,17 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     stop_sequences: list[str] | None = None
+    thread: Any = None
+    compaction: Any = None
 
     @property
     def streams(self) -> bool:
         return bool(self.stream)
 
     def neutral(self) -> ChatRequest:
+        if self.thread is not None:
+            raise ThreadsUnsupportedError("thread: no conversation is kept here; send all of it", "thread")
+        refuse_unsupported(self, ("compaction",))
         if self.messages and self.messages[-1].role == "assistant":
             reason = "the last one is the assistant's, and to go on with it (prefill) is not supported"
             raise RequestError(f"messages: {reason}", "messages")
@@ -149,18 +155,10 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         return Options(sampling=params, open=left_open, stop=stop)
 
 
-def _tool_choice(choice: ToolChoiceBody | None, tools: list[dict[str, Any]]) -> ToolChoice:
-    """Raises RequestError for a choice that leaves nothing to call."""
+def _tool_choice(choice: ToolChoiceBody | None) -> ToolChoice:
     if choice is None:
         return ToolChoice()
-    names = [tool["function"]["name"] for tool in tools]
-    if choice.type == "tool" and choice.name not in names:
-        raise RequestError(
-            f"tool_choice: no tool named {choice.name!r} is offered to the model", "tool_choice"
-        )
-    if choice.type == "any" and not names:
-        raise RequestError("tool_choice: any needs tools that can be offered to the model", "tool_choice")
-    return ToolChoice(_TOOL_MODES[choice.type], choice.name if choice.type == "tool" else None)
+    return ToolChoice(_TOOL_MODES[choice.type], (choice.name or "") if choice.type == "tool" else None)
 
 
 def _thinking(thinking: Thinking | None) -> bool | None:

@@ -20,6 +20,7 @@ from quantd.daemon.errors import (
     OverloadedError,
     PreviousResponseError,
     ResponseNotFoundError,
+    ThreadsUnsupportedError,
 )
 from quantd.engine.errors import CapacityError, ContextLengthError, EngineDiedError, RequestError
 from quantd.kernels.errors import QuantdError
@@ -64,6 +65,7 @@ _TOLD_HEADERS = ("Allow", "Accept-Encoding")
 _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
     (PreviousResponseError, 400, "invalid_request_error", "previous_response_not_found"),
+    (ThreadsUnsupportedError, 400, "invalid_request_error", "thread_unsupported_request"),
     (RequestError, 400, "invalid_request_error", None),
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
     (ResponseNotFoundError, 404, "invalid_request_error", None),

@@ -100,7 +100,7 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "temperature": body.temperature,
         "text": sent["text"] or {"format": {"type": "text"}},
         "tool_choice": sent["tool_choice"] or "auto",
-        "tools": [tool for tool in sent["tools"] or () if tool["type"] == "function"],
+        "tools": [msgspec.to_builtins(tool) for tool in body.tools or () if tool.is_offered],
         "top_p": body.top_p,
         "truncation": "disabled",
         "usage": None,
@@ -113,7 +113,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

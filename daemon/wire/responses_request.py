@@ -8,7 +8,7 @@ enforced; reasoning.effort "none" and "minimal" ask for no reasoning, others for
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
@@ -44,6 +44,11 @@ class ToolBody(msgspec.Struct, frozen=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether the model is told of it."""
+        return self.type == "function"
 
     def neutral(self, where: str) -> dict[str, Any]:
         """The tool in OpenAI's form for chats. Raises RequestError."""
@@ -91,13 +96,13 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
         refuse_unsupported(self, ("conversation", "prompt"))
         if not items:
             raise RequestError("input must hold at least one item", "input")
-        tools = _offered(self.tools or (), self.tool_choice)
+        tools = [tool.neutral(f"tools[{i}]") for i, tool in enumerate(self.tools or ()) if tool.is_offered]
         effort = None if self.reasoning is None else self.reasoning.effort
         return ChatRequest(
             model=self.model,
             messages=neutral_messages(self.instructions, items, num_earlier),
             tools=tools or None,
-            tool_choice=_tool_choice(self.tool_choice, tools),
+            tool_choice=_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             thinking=None if effort is None else effort not in ("none", "minimal"),
             template_variables={} if effort is None else {"reasoning_effort": effort},
@@ -153,31 +158,17 @@ class ResponsesBody(CountBody, frozen=True, kw_only=True):
             raise RequestError("background: a response in the background has to be stored", "background")
 
 
-def _offered(tools: Sequence[ToolBody], choice: Mode | ToolChoiceBody | None) -> list[dict[str, Any]]:
-    """The function tools that may be called, in OpenAI's form for chats. Raises RequestError."""
-    found = [tool.neutral(f"tools[{i}]") for i, tool in enumerate(tools) if tool.type == "function"]
-    if not isinstance(choice, ToolChoiceBody) or choice.type != "allowed_tools":
-        return found
-    allowed = {tool.name for tool in choice.tools or () if tool.type == "function"}
-    return [tool for tool in found if tool["function"]["name"] in allowed]
-
-
-def _tool_choice(choice: Mode | ToolChoiceBody | None, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
-    """Raises RequestError for a choice that leaves nothing to call."""
+def _tool_choice(choice: Mode | ToolChoiceBody | None) -> ToolChoice:
+    """Raises RequestError for a choice of tools that are never offered."""
     if not isinstance(choice, ToolChoiceBody):
-        mode, name = choice or "auto", None
-    elif choice.type == "function":
-        mode, name = "required", choice.name
-    elif choice.type == "allowed_tools":
-        mode, name = choice.mode or "auto", None
-    else:
+        return ToolChoice(choice or "auto")
+    if choice.type == "function":
+        return ToolChoice("required", choice.name or "")
+    if choice.type != "allowed_tools":
         what = f"tools of type {choice.type!r} are not offered to the model"
         raise RequestError(f"tool_choice: {what}", "tool_choice")
-    names = [tool["function"]["name"] for tool in tools]
-    if mode == "required" and (not names or name not in (None, *names)):
-        what = "no tool" if name is None else f"no tool named {name!r}"
-        raise RequestError(f"tool_choice: {what} is offered to the model", "tool_choice")
-    return ToolChoice(mode, name)
+    names = (tool.name for tool in choice.tools or () if tool.type == "function")
+    return ToolChoice(choice.mode or "auto", allowed=tuple(name or "" for name in names))
 
 
 class ItemQuery(msgspec.Struct, frozen=True):

@@ -173,6 +173,7 @@ async def test_tools_in_one_order_of_keys_and_without_those_of_the_server() -> N
 
 @in_loop
 async def test_a_body_as_claude_code_sends_it() -> None:
+    """Version 2.1.197."""
     async with running_daemon(template=TEMPLATE) as daemon:
         body = {
             "model": "tiny",
@@ -182,7 +183,10 @@ async def test_a_body_as_claude_code_sends_it() -> None:
                 {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.77; cch=5ae3;"},
                 TEXT | {"cache_control": {"type": "ephemeral", "ttl": "1h"}},
             ],
-            "messages": [{"role": "user", "content": [TEXT | {"cache_control": {"type": "ephemeral"}}]}],
+            "messages": [
+                {"role": "user", "content": [TEXT, TEXT | {"cache_control": {"type": "ephemeral"}}]},
+                {"role": "system", "content": "Agents: none"},
+            ],
             "tools": [TOOL | {"eager_input_streaming": True}],
             "metadata": {"user_id": '{"device_id":"d","session_id":"s"}'},
             "thinking": {"type": "adaptive"},
@@ -214,6 +218,8 @@ async def test_a_body_as_claude_code_sends_it() -> None:
         ]
         request = daemon.engine.seen[-1]
         assert request.sampling.temperature == 1.0
+        prompt = daemon.service.models.entries[0].model.tokenizer.decode(request.prompt)
+        assert prompt.startswith("[system]Say hi[user]Say hi\nSay hi[system]Agents: none[{")
 
 
 @in_loop
@@ -302,6 +308,8 @@ REFUSALS = [
         "web_search",
     ),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
+    ({"thread": {"type": "create"}}, "thread"),
+    ({"compaction": {"type": "summary"}}, "compaction"),
 ]
 
 
@@ -318,7 +326,7 @@ async def test_null_means_default_and_unknown_fields_are_ignored() -> None:
     async with running_daemon() as daemon:
         names = (
             "system stream temperature top_p top_k stop_sequences tools tool_choice thinking output_config "
-            "output_format cache_control metadata service_tier container mcp_servers"
+            "output_format cache_control thread compaction metadata service_tier container mcp_servers"
         )
         body = HI | dict.fromkeys(names.split()) | {"no_such_field": {"a": 1}}
         status, reply = await daemon.post(MESSAGES, body)

@@ -145,4 +145,5 @@ def test_a_prompt_that_is_too_long_is_told_as_claude_code_reads_it() -> None:
     message = anthropic.error_object(fault_of(error))["error"]["message"]
     assert message.startswith("prompt is too long: 512 tokens > 511 maximum")
     (event,) = events_of(anthropic.MessageStream(False).error(error))
-    assert event["error"] == {"type": "invalid_request_error", "message": message}
+    details = {"error_code": "context_length_exceeded"}
+    assert event["error"] == {"type": "invalid_request_error", "message": message, "details": details}

@@ -11,6 +11,7 @@ from typing import Any
 import anthropic
 import httpx2
 import pytest
+from agent_engine import TEMPLATE, be_an_agent, last_prompt
 from daemon_in_loop import Daemon, in_loop, running_daemon
 
 from quantd.daemon.wire.stream import Timing
@@ -172,3 +173,35 @@ async def test_pings_while_a_model_loads_and_while_it_is_silent() -> None:
             daemon.engine.gate.set()
             rest = [line async for line in lines]
         assert rest[-3:-1] == ["event: message_stop", 'data: {"type":"message_stop"}']
+
+
+@in_loop
+async def test_a_tool_loop_with_thinking() -> None:
+    """The SDK's own runner calls the tool and sends its result with all that was said before."""
+
+    @anthropic.beta_async_tool
+    async def read_gauge(n: int) -> str:
+        """Reads a gauge."""
+        return f"gauge {n}: 12 bar"
+
+    question: Any = [{"role": "user", "content": "How is gauge 4?"}]
+    body: Any = {"model": "tiny", "max_tokens": 400, "messages": question, "tools": [read_gauge]}
+    async with daemon_and_client(template=TEMPLATE) as (daemon, client):
+        await client.messages.create(**HI)
+        be_an_agent(daemon)
+        for stream in (False, True):
+            runner = client.beta.messages.tool_runner(**body, stream=stream)
+            turns = [await turn.get_final_message() if stream else turn async for turn in runner]
+            first, last = turns
+            assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+            assert first.content[0].thinking == "Let me look." and first.content[0].signature
+            assert (first.content[2].name, first.content[2].input) == ("read_gauge", {"n": 4})
+            assert (first.stop_reason, last.stop_reason) == ("tool_use", "end_turn")
+            assert [block.type for block in last.content] == ["thinking", "text"]
+            assert last.content[1].text == "It is 12 bar."
+            assert '](Let me look.)I look.read_gauge{"n": 4}[tool]gauge 4: 12 bar[{' in last_prompt(daemon)
+        refusal = client.messages.create(
+            model="tiny", max_tokens=4, messages=question, tool_choice={"type": "tool", "name": "x"}
+        )
+        with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+            await refusal

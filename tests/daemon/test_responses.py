@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from daemon_in_loop import Daemon, case, in_loop, running_daemon
+from fake_models import CHATML
 
 from quantd.daemon.errors import GenerationError
 from quantd.daemon.wire.encodings import zstd
@@ -15,6 +16,7 @@ from quantd.daemon.wire.encodings import zstd
 RESPONSES = "/v1/responses"
 HI = {"model": "tiny", "input": "hi", "max_output_tokens": 4}
 TOOL = {"type": "function", "name": "read", "description": "Reads", "parameters": {"type": "object"}}
+BOS_ID = 1
 # Writes what it gets, so that a prompt shows it. It teaches <tool_call>.
 TEMPLATE = (
     "{# <tool_call> arguments #}"
@@ -52,17 +54,22 @@ async def deleted(daemon: Daemon, id: str) -> tuple[int, Any]:
         return response.status, await response.json()
 
 
-@in_loop
-async def test_the_same_conversation_costs_the_same_everywhere() -> None:
+@pytest.mark.parametrize(("template", "num_bos"), [(CHATML, 0), ("{{ bos_token }}" + CHATML, 1)])
+def test_the_same_conversation_costs_the_same_everywhere(template: str, num_bos: int) -> None:
+    in_loop(check_costs)(template=template, num_bos=num_bos)
+
+
+async def check_costs(template: str, num_bos: int) -> None:
     """Cases c04, c04b and c04c."""
-    async with running_daemon() as daemon:
+    async with running_daemon(template=template) as daemon:
         _, chat = await daemon.post("/v1/chat/completions", case("c04b"))
         status, reply = await daemon.post(RESPONSES, case("c04"))
         _, message = await daemon.post("/v1/messages", case("c04c"))
         expected = chat["usage"]["prompt_tokens"]
         assert status == 200 and reply["usage"]["input_tokens"] == expected
         assert message["usage"]["input_tokens"] == expected
-        assert len({tuple(request.prompt) for request in daemon.engine.seen}) == 1
+        prompts = {tuple(request.prompt) for request in daemon.engine.seen}
+        assert len(prompts) == 1 and prompts.pop().count(BOS_ID) == num_bos
         body = {"model": "tiny", "input": case("c04")["input"]}
         _, count = await daemon.post(f"{RESPONSES}/input_tokens", body)
         assert count == {"object": "response.input_tokens", "input_tokens": expected}
@@ -343,12 +350,17 @@ async def test_what_cannot_be_served_is_refused_by_name() -> None:
 
 
 @in_loop
-async def test_only_allowed_tools_are_offered() -> None:
+async def test_allowed_tools() -> None:
+    """All are in the prompt, so that it stays the same; of the others none can be called."""
     async with running_daemon(template=TEMPLATE) as daemon:
         other = TOOL | {"name": "write"}
-        choice = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "write"}]}
-        prompt = await prompt_of(daemon, {"tools": [TOOL, other], "tool_choice": choice})
-        assert '"write"' in prompt and '"read"' not in prompt
+        tools = [{"type": "function", "name": "write"}, {"type": "web_search"}]
+        choice = {"type": "allowed_tools", "mode": "auto", "tools": tools}
+        bodies = [{"tools": [TOOL, other]}, {"tools": [TOOL, other], "tool_choice": choice}]
+        prompts = [await prompt_of(daemon, body) for body in bodies]
+        assert prompts[0] == prompts[1]
+        tools[0]["name"] = "delete"
+        await refused(daemon, bodies[1], "tool_choice", "delete")
 
 
 @in_loop

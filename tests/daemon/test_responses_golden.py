@@ -27,7 +27,7 @@ from quantd.engine.errors import ContextLengthError, RequestError
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 HEAD = Head("1", "tiny", 1, 7)
-USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
+USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4, reasoning_tokens=2)
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 RAW, SUMMARY = None, {"summary": "auto"}
 

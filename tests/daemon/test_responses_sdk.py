@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
+from agent_engine import TEMPLATE, be_an_agent, last_prompt
 from daemon_in_loop import Daemon, in_loop, running_daemon
 from test_openai_sdk import async_client, with_sync
 
@@ -164,3 +166,41 @@ async def test_signs_of_life_are_events() -> None:
                 await asyncio.sleep(0.005)
             rest = [event.type async for event in stream]
         assert rest[-1] == "response.incomplete" and "response.created" not in rest
+
+
+GAUGE: Any = {
+    "type": "function",
+    "name": "read_gauge",
+    "description": "Reads a gauge.",
+    "parameters": {"type": "object", "properties": {"n": {"type": "integer"}}},
+    "strict": False,
+}
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_tool_loop_with_reasoning(stored: bool) -> None:
+    """With all items sent again, and with the earlier response named."""
+
+    async def talk() -> None:
+        async with daemon_and_client(template=TEMPLATE) as (daemon, client):
+            await client.responses.create(**HI)
+            be_an_agent(daemon)
+            question: Any = {"role": "user", "content": "How is gauge 4?"}
+            async with client.responses.stream(model="tiny", input=[question], tools=[GAUGE]) as stream:
+                first = await stream.get_final_response()
+            assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+            reasoning, _, call = first.output
+            assert reasoning.content[0].text == "Let me look." and reasoning.summary == []
+            assert (call.name, json.loads(call.arguments)) == ("read_gauge", {"n": 4})
+            assert 0 < first.usage.output_tokens_details.reasoning_tokens < first.usage.output_tokens
+            result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "12 bar"}
+            before: Any = {"previous_response_id": first.id, "input": [result]}
+            if not stored:
+                before = {"input": [question, *first.output, result]}
+            last = await client.responses.create(
+                model="tiny", tools=[GAUGE], reasoning={"summary": "auto"}, **before
+            )
+            assert last.output_text == "It is 12 bar." and last.output[0].summary[0].text == "So."
+            assert '](Let me look.)I look.read_gauge{"n": 4}[tool]12 bar[{' in last_prompt(daemon)
+
+    in_loop(talk)()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx2
 import openai
 import psutil
@@ -343,6 +344,25 @@ def test_an_engine_does_not_outlive_a_killed_daemon(tiny_home: Path) -> None:
         until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, "the engine ends")
 
 
+def check_other_surfaces(daemon: Served, chat: openai.types.chat.ChatCompletion) -> None:
+    """The same question by Responses and by Anthropic's messages: the same tokens in, the same words out."""
+    question = "What is the capital of France?"
+    with daemon.client() as client:
+        response = client.responses.create(
+            model="smollm2", input=question, temperature=0, max_output_tokens=20
+        )
+    with anthropic.Anthropic(base_url="http://x", api_key="x", http_client=daemon.http()) as client:
+        message = client.messages.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": question}],
+            max_tokens=20,
+            extra_body={"temperature": 0},
+        )
+    assert response.output_text == message.content[0].text == chat.choices[0].message.content
+    counts = {response.usage.input_tokens, message.usage.input_tokens, chat.usage.prompt_tokens}
+    assert len(counts) == 1 and (response.status, message.stop_reason) == ("completed", "end_turn")
+
+
 def test_a_small_real_model_answers(smollm2: Path, tmp_path: Path) -> None:
     Store(tmp_path / "models").import_path(smollm2, "smollm2")
     with serve(tmp_path, "smollm2", "--kv-memory", "256MiB") as daemon, daemon.client() as client:
@@ -352,6 +372,7 @@ def test_a_small_real_model_answers(smollm2: Path, tmp_path: Path) -> None:
         )
         assert "Paris" in (answer.choices[0].message.content or "")
         assert answer.choices[0].finish_reason == "stop"
+        check_other_surfaces(daemon, answer)
         body = case("c35") | {"stream": False}
         echoed = daemon.complete(body)["choices"][0]["text"]
         assert echoed == "one two three" + daemon.complete(body | {"echo": False})["choices"][0]["text"]

@@ -1,0 +1,36 @@
+"""An engine that behaves like an agent's model: it thinks, calls a tool, and answers once it has a result."""
+
+from __future__ import annotations
+
+from daemon_in_loop import Daemon
+
+from quantd.engine.request import Request
+
+# Hermes' calls and thoughts in tags; what it gets can be read in the prompt.
+TEMPLATE = (
+    "{# <tool_call> arguments <think> #}"
+    "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+ASKS = (
+    "<think>Let me look.</think>\n\nI look.\n"
+    '<tool_call>\n{"name": "read_gauge", "arguments": {"n": 4}}\n</tool_call>'
+)
+ANSWER = "<think>So.</think>\n\nIt is 12 bar."
+
+
+def be_an_agent(daemon: Daemon) -> None:
+    """Of a daemon that has its model loaded."""
+    tokenizer = daemon.service.models.entries[0].model.tokenizer
+
+    def script(request: Request) -> list[int]:
+        answer = ANSWER if "[tool]" in tokenizer.decode(request.prompt) else ASKS
+        return [*tokenizer.encode(answer), 2]
+
+    daemon.engine.script = script
+
+
+def last_prompt(daemon: Daemon) -> str:
+    """What the engine was asked last."""
+    return daemon.service.models.entries[0].model.tokenizer.decode(daemon.engine.seen[-1].prompt)
