@@ -18,6 +18,9 @@ GREEDY_BELOW = 1e-5
 """A temperature that is colder asks for the likeliest token."""
 
 
+_LEAST_WEIGHT = float(np.finfo(np.float32).smallest_subnormal)
+
+
 class Cut(NamedTuple):
     """What tokens must be to stay. temperature 0: only the likeliest is asked for.
 
@@ -72,7 +75,8 @@ def _floor(weights: Row, total: float, cut: Cut) -> float:
     """A weight below which nothing stays."""
     if cut.top_k > 0:
         rank = len(weights) - cut.top_k
-        return float(np.partition(weights, rank)[rank])
+        # Where fewer weigh anything, a floor of 0 would leave no list, and nothing for top_p to cut.
+        return max(float(np.partition(weights, rank)[rank]), _LEAST_WEIGHT)
     return max(tail_share(cut) * total / len(weights), cut.min_p)
 
 

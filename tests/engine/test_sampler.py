@@ -330,3 +330,12 @@ def test_a_token_of_weight_zero_is_never_drawn() -> None:
     row = torch.full((1, 2000), -1000.0)
     row[0, 1500] = 0.0
     assert set(draws(row, 100)) == {1500}
+
+
+def test_top_p_cuts_also_where_fewer_tokens_than_top_k_weigh_anything(backend: Shortlists) -> None:
+    """The others are so unlikely that their weights are zero; the list is too long for C's."""
+    row = torch.full((1, 9000), -900.0)
+    row[0, [5, 6, 7]] = torch.tensor([3.0, 2.0, 1.0])
+    assert candidates(backend, row, top_k=50, top_p=0.7) == [5, 6]
+    requests = [state(top_k=50, top_p=0.5, seed=seed) for seed in range(20)]
+    assert {one.token_id for one in Sampler(backend).sample(row.expand(20, -1), requests)} == {5}
