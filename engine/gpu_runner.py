@@ -6,6 +6,7 @@ the one before it wrote, and nobody waits before a result is asked for.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
@@ -18,6 +19,7 @@ from quantd.engine.messages import ModelInfo
 from quantd.engine.model_part import ModelPart
 from quantd.engine.plan import Plan, Started
 from quantd.engine.runner import Drawing, Drawn, ModelRunner, Step
+from quantd.engine.token_masks import Masks
 
 
 class GpuRunner(ModelRunner):
@@ -35,13 +37,14 @@ class GpuRunner(ModelRunner):
             batch = replace(batch, token_ids=_drawn_ids(before, plan, self.info.vocab_size))
         return self._start(plan, batch)
 
-    def _draw(self, plan: Plan, hidden: Tensor) -> Drawing:
+    def _draw(self, plan: Plan, hidden: Tensor, masks: Future[Masks]) -> Drawing:
         drawing = [entry for entry in plan.entries if entry.samples]
         if not drawing:
             return Drawn([])
         logits = self._part.decoder.logits(hidden)
         num_ahead = int(drawing[0].ahead)
-        return self._gpu_sampler.start(logits, [entry.request for entry in drawing], num_ahead)
+        requests = [entry.request for entry in drawing]
+        return self._gpu_sampler.start(logits, requests, masks.result(), num_ahead)
 
 
 def _drawn_ids(before: Started, plan: Plan, vocab_size: int) -> Tensor:

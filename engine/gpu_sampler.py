@@ -14,9 +14,11 @@ from torch import Tensor
 
 from quantd.engine.forward import HostCopy, moved
 from quantd.engine.logprobs import token_logprob
+from quantd.engine.penalties import masked_ends
 from quantd.engine.plan import RequestState
 from quantd.engine.request import TokenLogprob
 from quantd.engine.sampler import NOT_FINITE, NOTHING_ALLOWED, Sample, cut_of
+from quantd.engine.token_masks import NO_MASKS, Masks
 from quantd.kernels.gpu.sampling import sample
 from quantd.kernels.gpu.sampling_inputs import Adjustment, Draw, Edits, SamplingInputs, Status
 from quantd.kernels.shortlist import Row
@@ -27,15 +29,24 @@ _ERRORS = {Status.NOT_FINITE: NOT_FINITE, Status.NOTHING_ALLOWED: NOTHING_ALLOWE
 class GpuSampler:
     """Draws the next token of each request."""
 
-    def sample(self, logits: Tensor, requests: Sequence[RequestState]) -> list[Sample]:
-        """logits: float32 [R, V] on the device, row r for requests[r]."""
-        return self.start(logits, requests).result()
+    def sample(
+        self, logits: Tensor, requests: Sequence[RequestState], masks: Masks = NO_MASKS
+    ) -> list[Sample]:
+        """logits: float32 [R, V] on the device, row r for requests[r], as are the masks, on the CPU."""
+        return self.start(logits, requests, masks).result()
 
-    def start(self, logits: Tensor, requests: Sequence[RequestState], num_ahead: int = 0) -> GpuDrawing:
+    def start(
+        self,
+        logits: Tensor,
+        requests: Sequence[RequestState],
+        masks: Masks = NO_MASKS,
+        num_ahead: int = 0,
+    ) -> GpuDrawing:
         """Start to draw. num_ahead: tokens of each request before this one that nobody knows yet."""
         draws = [_draw(state, logits.shape[1], num_ahead) for state in requests]
         adjustments = [_adjustment(state, num_ahead) for state in requests]
-        inputs = SamplingInputs.of(draws, "cpu", adjustments)
+        mask = None if masks.bits is None else torch.from_numpy(masks.bits)
+        inputs = SamplingInputs.of(draws, "cpu", adjustments, mask)
         token_ids, logprobs, status = sample(logits, _moved(inputs, logits.device))
         packed = HostCopy(torch.stack((token_ids, logprobs.view(torch.int32), status)))
         return GpuDrawing(requests, token_ids, packed, _rows_with_top(logits, requests))
@@ -101,8 +112,7 @@ def _adjustment(state: RequestState, num_ahead: int) -> Adjustment | None:
     params = state.request.sampling
     repeats = params.repetition_penalty != 1
     counts = params.frequency_penalty != 0 or params.presence_penalty != 0
-    num_output = len(state.output) + num_ahead
-    masked = params.stop_token_ids if num_output < params.min_tokens else ()
+    masked = masked_ends(state, len(state.output) + num_ahead)
     bias = params.logit_bias | dict.fromkeys(masked, -torch.inf)
     if not (repeats or counts or bias):
         return None

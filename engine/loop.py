@@ -15,19 +15,21 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
 from quantd.engine.config import EngineConfig
 from quantd.engine.connection import Connection
 from quantd.engine.errors import RankError
+from quantd.engine.grammar import NO_GRAMMARS, Compiled, GrammarCompiler, Grammars, ModelGrammars
 from quantd.engine.messages import Abort, Add, Failed, Forget, FromEngine, GetStats, Loading, ToEngine
 from quantd.engine.outbox import HOLD_SECONDS, Outbox
 from quantd.engine.plan import Plan, Runner
 from quantd.engine.ranks import Fail
-from quantd.engine.request import TokenEvent
+from quantd.engine.request import Request, TokenEvent
 from quantd.engine.scheduler import Scheduler
 from quantd.engine.stepping import stepping_of
 from quantd.kernels.errors import QuantdError
@@ -43,19 +45,30 @@ _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 logger = logging.getLogger(__name__)
 
 
+class GrammarReady(NamedTuple):
+    """A request's grammar is compiled, or cannot be."""
+
+    request_id: str
+    compiled: Compiled
+
+
+Incoming: TypeAlias = ToEngine | GrammarReady
+
+
 class EngineLoop:
     """Receive, schedule, run, update, emit; with nothing to do it waits for its inbox.
 
-    hold_seconds: see Outbox.
+    The inbox holds what the daemon says, and what grammars are compiled to. hold_seconds: see Outbox.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
-        inbox: SimpleQueue[ToEngine],
+        inbox: SimpleQueue[Incoming],
         send: Callable[[FromEngine], None],
         hold_seconds: float = HOLD_SECONDS,
+        grammars: Grammars = NO_GRAMMARS,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -63,6 +76,7 @@ class EngineLoop:
         self._inbox = inbox
         self._send = send
         self._outbox = Outbox(send, hold_seconds)
+        self._grammars = grammars
         self._failed_before = False
 
     def step(self) -> None:
@@ -74,7 +88,7 @@ class EngineLoop:
             events += self._compute(plan)
         self._outbox.add(events)
 
-    def _receive(self) -> Iterator[ToEngine]:
+    def _receive(self) -> Iterator[Incoming]:
         """All that has come; the first of it is waited for while there is no work.
 
         Work of the runner's own, if it has some, is done meanwhile.
@@ -90,10 +104,12 @@ class EngineLoop:
             except Empty:
                 return
 
-    def _handle(self, message: ToEngine) -> list[TokenEvent]:
+    def _handle(self, message: Incoming) -> list[TokenEvent]:
         match message:
             case Add(request):
-                event = self.scheduler.add(request)
+                event = self._add(request)
+            case GrammarReady(request_id, compiled):
+                event = self.scheduler.release(request_id, compiled)
             case Abort(request_id):
                 event = self.scheduler.abort(request_id)
             case Forget(prompt, salt):
@@ -103,6 +119,14 @@ class EngineLoop:
                 self._send(self.scheduler.stats())
                 event = None
         return [] if event is None else [event]
+
+    def _add(self, request: Request) -> TokenEvent | None:
+        event = self.scheduler.add(request)
+        if event is None and request.sampling.grammar is not None:
+            self._grammars.compile(
+                request.sampling, lambda compiled: self._inbox.put(GrammarReady(request.id, compiled))
+            )
+        return event
 
     def _compute(self, plan: Plan) -> list[TokenEvent]:
         try:
@@ -135,7 +159,7 @@ def serve(fd: int, build_runner: BuildRunner) -> None:
     # Ctrl-C reaches the whole terminal; what it means is the daemon's to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(socket.socket(fileno=fd))
-    inbox: SimpleQueue[ToEngine] = SimpleQueue()
+    inbox: SimpleQueue[Incoming] = SimpleQueue()
     sending = threading.Lock()
 
     def send(message: FromEngine) -> None:
@@ -151,7 +175,8 @@ def serve(fd: int, build_runner: BuildRunner) -> None:
         threading.Thread(target=_read, args=(connection, inbox), name="inbox", daemon=True).start()
         runner = build_runner(config, lambda done, total: send(Loading(done, total)), fail)
         send(runner.info)
-        loop = EngineLoop(Scheduler(config, runner.info), runner, inbox, send)
+        grammars = ModelGrammars(GrammarCompiler(Path(config.model_path), runner.info.vocab_size))
+        loop = EngineLoop(Scheduler(config, runner.info), runner, inbox, send, grammars=grammars)
         # What is here now stays: looking through it again and again for garbage would hold steps up.
         gc.collect()
         gc.freeze()
@@ -166,7 +191,7 @@ def serve(fd: int, build_runner: BuildRunner) -> None:
         sys.exit(1)
 
 
-def _read(connection: Connection, inbox: SimpleQueue[ToEngine]) -> None:
+def _read(connection: Connection, inbox: SimpleQueue[Incoming]) -> None:
     """Move messages to the inbox. The end of them ends the process, whatever it is in the middle of."""
     decoder = msgspec.msgpack.Decoder(ToEngine)
     try:

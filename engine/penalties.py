@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quantd.engine.grammar import BitRow
 from quantd.engine.plan import RequestState
 from quantd.kernels.shortlist import Row
 
@@ -31,13 +32,29 @@ def adjusted(row: Row, state: RequestState) -> Row:
     return row
 
 
-def _before_min_tokens(state: RequestState) -> bool:
+def allowed(row: Row, bits: BitRow) -> Row:
+    """A copy of the logits with minus infinity for each token whose bit is not set."""
+    found = np.unpackbits(bits.view(np.uint8), count=len(row), bitorder="little").view(np.bool_)
+    copy = np.full_like(row, -np.inf)
+    np.copyto(copy, row, where=found)
+    return copy
+
+
+def masked_ends(state: RequestState, num_output: int) -> tuple[int, ...]:
+    """Stop ids that must not come yet, after so many tokens, for want of min_tokens.
+
+    Of a request with a grammar none: its own mask heeds min_tokens.
+    """
     params = state.request.sampling
-    return bool(params.stop_token_ids) and len(state.output) < params.min_tokens
+    return params.stop_token_ids if num_output < params.min_tokens and state.matcher is None else ()
 
 
-def _mask_stop_ids(state: RequestState, row: Row) -> None:
-    row[list(state.request.sampling.stop_token_ids)] = -np.inf
+def _masked_ends_now(state: RequestState) -> tuple[int, ...]:
+    return masked_ends(state, len(state.output))
+
+
+def _mask_ends(state: RequestState, row: Row) -> None:
+    row[list(_masked_ends_now(state))] = -np.inf
 
 
 def _add_bias(state: RequestState, row: Row) -> None:
@@ -66,7 +83,7 @@ def _penalize_counts(state: RequestState, row: Row) -> None:
 
 
 _ADJUSTMENTS = (
-    Adjustment(_before_min_tokens, _mask_stop_ids),
+    Adjustment(lambda state: bool(_masked_ends_now(state)), _mask_ends),
     Adjustment(lambda state: bool(state.request.sampling.logit_bias), _add_bias),
     Adjustment(lambda state: state.request.sampling.repetition_penalty != 1, _penalize_repetition),
     Adjustment(_has_count_penalty, _penalize_counts),

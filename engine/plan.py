@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import SystemRandom
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from quantd.engine.messages import ModelInfo
 from quantd.engine.request import Request, TokenLogprob
+
+if TYPE_CHECKING:
+    from quantd.engine.grammar import Matcher
 
 HiddenSum: TypeAlias = npt.NDArray[np.float64]
 """The sum of some tokens' hidden states, [H]."""
@@ -27,7 +30,8 @@ class RequestState:
     fresh one where it asked for none. num_prompt_logprobs: how many the runner has given (Scheduler
     counts them), so that a recomputed prompt gives none twice. num_cached: prompt tokens found in the
     prefix cache at the first admission; None before it. hidden_sum: of computed tokens that an embedding
-    is made of, as the latest step left it.
+    is made of, as the latest step left it. matcher: of its grammar, if it has one; follows the output when
+    masks are made (see quantd.engine.token_masks).
     """
 
     request: Request
@@ -39,6 +43,7 @@ class RequestState:
     block_keys: list[bytes] = field(default_factory=list)
     num_cached: int | None = None
     hidden_sum: HiddenSum | None = None
+    matcher: Matcher | None = None
 
     def __post_init__(self) -> None:
         asked = self.request.sampling.seed

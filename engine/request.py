@@ -11,6 +11,9 @@ from quantd.engine.errors import RequestError
 FinishReason = Literal["stop", "length", "abort", "error"]
 Pooling = Literal["mean", "last", "first"]
 MAX_LOGPROBS = 20
+MAX_GRAMMAR_LEN = 1 << 19
+"""Characters of a grammar; the schemas of a hundred tools are shorter."""
+
 INT64_MAX = 2**63 - 1
 
 
@@ -18,10 +21,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How one continuation is drawn. Text-level matters (stop strings, n, echo) are the daemon's.
 
     temperature 0 is greedy. top_k 0 or -1: off. min_tokens: stop ids are masked until then.
-    stop_token_ids: the model's end ids (unless ignored) and the client's. max_tokens None: to the
-    context's end. logprobs None: off; N: the chosen token's and the N likeliest of each step.
-    prompt_logprobs likewise for every prompt token but the first. Logprobs are those of the raw
-    logits, before penalties and temperature.
+    stop_token_ids: the model's end ids (unless ignored) and the client's. grammar: what the continuation
+    must be (see quantd.engine.grammar); stop ids come where it is complete and nowhere else, and where
+    nothing but them can follow they come before min_tokens too. max_tokens None: to the context's end.
+    logprobs None: off; N: the chosen token's and the N likeliest of each step. prompt_logprobs likewise
+    for every prompt token but the first. Logprobs are those of the raw logits, before penalties,
+    temperature and grammar.
     """
 
     temperature: float = 1.0
@@ -36,6 +41,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None = None
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
+    grammar: str | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -43,7 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def looks_back(self) -> bool:
         """Whether the tokens drawn so far change how the next one is."""
         counts = self.frequency_penalty != 0 or self.presence_penalty != 0
-        return counts or self.repetition_penalty != 1
+        return counts or self.repetition_penalty != 1 or self.grammar is not None
 
     def validate(self, vocab_size: int) -> None:
         """Raise RequestError naming the first field that no engine could honour."""
@@ -57,6 +63,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                     raise RequestError(f"{name}: token id {token_id} is not in 0..{vocab_size - 1}", name)
         if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
             raise RequestError("logit_bias values must be between -100 and 100", "logit_bias")
+        if self.grammar is not None:
+            self._check_grammar(self.grammar)
+
+    def _check_grammar(self, grammar: str) -> None:
+        if len(grammar) > MAX_GRAMMAR_LEN:
+            raise RequestError(
+                f"the grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_LEN} are taken", "grammar"
+            )
+        if not self.stop_token_ids:
+            raise RequestError(
+                "a grammar needs stop_token_ids, the tokens that may follow a complete answer: the model "
+                "names no end of its own",
+                "grammar",
+            )
 
 
 # NaN fails every comparison, so the range test refuses it too.

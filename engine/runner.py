@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -33,6 +34,7 @@ from quantd.engine.request import TokenLogprob
 from quantd.engine.sampler import Sample, Sampler, check_finite
 from quantd.engine.split import World
 from quantd.engine.step_frame import step_of
+from quantd.engine.token_masks import Masks, TokenMasks
 from quantd.engine.weights import Progress
 from quantd.kernels.shortlist import Row
 from quantd.quant.checkpoint import Checkpoint, open_checkpoint
@@ -48,6 +50,7 @@ class ModelRunner:
         self.info = info
         self._part = part
         self._sampler = sampler
+        self._masks = TokenMasks()
 
     def run(self, plan: Plan) -> StepOutput:
         """Compute a step's tokens; draw the next one of each entry that samples."""
@@ -55,14 +58,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _start(self, plan: Plan, batch: Batch) -> Step:
+        masks = self._masks.start([entry.request for entry in plan.entries if entry.samples])
         hidden = self._hidden(batch)
-        drawing = self._draw(plan, select(hidden, batch.sample_rows))
+        drawing = self._draw(plan, select(hidden, batch.sample_rows), masks)
         prompts = self._prompt_logits(hidden, batch.prompt_rows)
         pooled = _hidden_rows(hidden, pooled_rows(plan))
 
         def part(entry: PlanEntry) -> EntryOutput:
-            asks = entry.request.request.embedding is not None
-            return pool(entry, pooled) if asks else _prompt_output(entry, prompts)
+            if entry.request.request.embedding is not None:
+                return pool(entry, pooled)
+            output, error = _prompt_output(entry, prompts), masks.result().errors.get(entry.request.id)
+            return output if error is None else EntryOutput(error=error)
 
         # At once, for the next step may overwrite the hidden states.
         return Step(plan, [part(entry) for entry in plan.entries], drawing)
@@ -75,10 +81,13 @@ class ModelRunner:
         """Hidden states of the batch's tokens, [M, H]."""
         return self._part.forward(batch)
 
-    def _draw(self, plan: Plan, hidden: Tensor) -> Drawing:
-        """hidden: [S, H], a row for each entry that samples."""
+    def _draw(self, plan: Plan, hidden: Tensor, masks: Future[Masks]) -> Drawing:
+        """hidden: [S, H], a row for each entry that samples, as have the masks."""
         requests = [entry.request for entry in plan.entries if entry.samples]
-        return Drawn(self._sampler.sample(self._part.decoder.logits(hidden), requests) if requests else [])
+        if not requests:
+            return Drawn([])
+        logits = self._part.decoder.logits(hidden)
+        return Drawn(self._sampler.sample(logits, requests, masks.result()))
 
     def _prompt_logits(self, hidden: Tensor, rows: Tensor) -> Iterator[Row]:
         """The logits of `rows` of hidden [M, H], computed as they are asked for, a few rows at a time."""

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from quantd.engine.errors import NumericsError, RequestError
 from quantd.engine.logprobs import TokenIds, largest, token_logprob
-from quantd.engine.penalties import adjusted
+from quantd.engine.penalties import adjusted, allowed
 from quantd.engine.plan import RequestState
 from quantd.engine.random_stream import uniform
 from quantd.engine.request import SamplingParams, TokenLogprob
+from quantd.engine.token_masks import NO_MASKS, Masks
 from quantd.kernels.errors import QuantdError
 from quantd.kernels.shortlist import GREEDY_BELOW, Cut, Row, Shortlist, shortlists
 
@@ -43,13 +44,23 @@ class Sampler:
     def __init__(self, shortlists: Shortlists = shortlists) -> None:
         self._shortlists = shortlists
 
-    def sample(self, logits: Tensor, requests: Sequence[RequestState]) -> list[Sample]:
-        """logits: float32 [R, V] on the CPU, row r for requests[r]."""
+    def sample(
+        self, logits: Tensor, requests: Sequence[RequestState], masks: Masks = NO_MASKS
+    ) -> list[Sample]:
+        """logits: float32 [R, V] on the CPU, row r for requests[r], as are the masks."""
         raw = list(logits.numpy())
-        rows = [adjusted(row, state) for row, state in zip(raw, requests, strict=True)]
+        rows = [adjusted(*one) for one in zip(_masked(raw, masks, requests), requests, strict=True)]
         cuts = [cut_of(state.request.sampling, logits.shape[1]) for state in requests]
         lists = self._shortlists(rows, cuts)
         return [_sample(*one) for one in zip(raw, rows, lists, cuts, requests, strict=True)]
+
+
+def _masked(raw: list[Row], masks: Masks, requests: Sequence[RequestState]) -> list[Row]:
+    """Rows of raw logits, those of requests with a grammar as it allows."""
+    if masks.bits is None:
+        return raw
+    rows = zip(raw, masks.bits, requests, strict=True)
+    return [row if state.matcher is None else allowed(row, bits) for row, bits, state in rows]
 
 
 def cut_of(params: SamplingParams, vocab_size: int) -> Cut:

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from quantd.engine.cache_manager import CacheManager
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import RequestError
+from quantd.engine.grammar import Compiled
 from quantd.engine.messages import ModelInfo, Stats
 from quantd.engine.plan import EntryOutput, Plan, PlanEntry, RequestState, StepOutput
 from quantd.engine.request import FinishReason, Request, TokenEvent
@@ -54,6 +55,7 @@ class Scheduler:
         self._seats = config.max_num_requests
         self.running: list[RequestState] = []
         self.waiting: deque[RequestState] = deque()
+        self.held: list[RequestState] = []
         self.counters = Counters()
 
     @property
@@ -61,7 +63,10 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def add(self, request: Request) -> TokenEvent | None:
-        """Queue a request; one that could never be served is refused by the event returned."""
+        """Queue a request; one that could never be served is refused by the event returned.
+
+        One with a grammar is held until `release`; there is no work for it before.
+        """
         assert all(state.id != request.id for state in self._states()), (
             f"request {request.id} is here already"
         )
@@ -69,7 +74,19 @@ class Scheduler:
             self.info.check_request(request)
         except RequestError as error:
             return TokenEvent(request_id=request.id, finish_reason="error", error=str(error))
-        self.waiting.append(RequestState(request))
+        (self.waiting if request.sampling.grammar is None else self.held).append(RequestState(request))
+        return None
+
+    def release(self, request_id: str, compiled: Compiled) -> TokenEvent | None:
+        """Queue a held request, or end it by the event returned. One that is not held stays as it is."""
+        state = next((state for state in self.held if state.id == request_id), None)
+        if state is None:
+            return None
+        if isinstance(compiled, RequestError):
+            return self._fail(state, str(compiled))
+        state.matcher = compiled
+        self.held.remove(state)
+        self.waiting.append(state)
         return None
 
     def abort(self, request_id: str) -> TokenEvent | None:
@@ -141,7 +158,7 @@ class Scheduler:
         num_cached = self.cache.num_cached
         return Stats(
             num_running=len(self.running),
-            num_waiting=len(self.waiting),
+            num_waiting=len(self.waiting) + len(self.held),
             blocks_total=self.info.num_blocks,
             blocks_free=self.cache.pool.num_free - num_cached,
             blocks_cached=num_cached,
@@ -156,7 +173,7 @@ class Scheduler:
         num_reserved: see CacheManager.check.
         """
         self.cache.check(self._states(), num_reserved)
-        assert not any(state.blocks for state in self.waiting)
+        assert not any(state.blocks for state in (*self.waiting, *self.held))
         assert len(self.running) <= self.max_num_requests
         limit = self.info.max_request_len
         for state in self._states():
@@ -172,7 +189,7 @@ class Scheduler:
         return sum(filled.values())
 
     def _states(self) -> Iterable[RequestState]:
-        return (*self.running, *self.waiting)
+        return (*self.running, *self.waiting, *self.held)
 
     def _plan_running(self, entries: list[PlanEntry]) -> None:
         """Plan for those that run, oldest first. Only those behind, not planned yet, can be preempted."""
@@ -297,8 +314,7 @@ class Scheduler:
 
     def _remove(self, state: RequestState, forget: bool = False) -> None:
         self.cache.free(state, forget)
-        queue = self.running if state in self.running else self.waiting
-        queue.remove(state)
+        next(queue for queue in (self.running, self.waiting, self.held) if state in queue).remove(state)
         self._seats = min(self._seats + 1, self.max_num_requests)
 
 

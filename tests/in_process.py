@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from msgspec.structs import replace
 
 from quantd.engine.config import EngineConfig
+from quantd.engine.errors import RequestError
+from quantd.engine.grammar import GrammarCompiler
 from quantd.engine.plan import Runner
 from quantd.engine.request import Request, TokenEvent, TokenLogprob
 from quantd.engine.scheduler import Scheduler
@@ -46,13 +49,14 @@ class InProcessEngine:
         self.runner = runner
         self.scheduler = Scheduler(config, info)
         self._stepping = stepping_of(self.scheduler, runner)
+        self._compiler = GrammarCompiler(Path(config.model_path), info.vocab_size)
 
     def serve(self, requests: Iterable[Request]) -> list[Completion]:
         """All at once, continuous batching; completions in the order of the requests."""
         completions: dict[str, Completion] = {}
         for request in requests:
             completions[request.id] = Completion()
-            refusal = self.scheduler.add(request)
+            refusal = self._add(request)
             if refusal is not None:
                 completions[request.id].add(refusal)
         while self.scheduler.has_work:
@@ -63,6 +67,16 @@ class InProcessEngine:
     def serve_alone(self, requests: Iterable[Request]) -> list[Completion]:
         """One after another."""
         return [self.serve([request])[0] for request in requests]
+
+    def _add(self, request: Request) -> TokenEvent | None:
+        """Its grammar, if it has one, is compiled on the spot."""
+        refusal = self.scheduler.add(request)
+        if refusal is not None or request.sampling.grammar is None:
+            return refusal
+        try:
+            return self.scheduler.release(request.id, self._compiler.matcher(request.sampling))
+        except RequestError as error:
+            return self.scheduler.release(request.id, error)
 
     def step(self) -> list[TokenEvent]:
         plan = self._stepping.next_plan()

@@ -38,6 +38,7 @@ TORCH_FREE = {
         "client",
         "config",
         "errors",
+        "grammar",
         "messages",
         "plan",
         "prefix_cache",
@@ -47,6 +48,7 @@ TORCH_FREE = {
         "scheduler",
         "stepping",
         "split",
+        "token_masks",
     },
 }
 SOURCES = {

@@ -136,7 +136,7 @@ class SamplingInputs:
         adjustments: Sequence[Adjustment | None] = (),
         mask: Tensor | None = None,
     ) -> SamplingInputs:
-        """adjustments: one a row, or none at all; mask: on the device."""
+        """adjustments: one a row, or none at all; mask: on that device."""
         random = [row for row in rows if row.temperature >= GREEDY_BELOW]
         floats = np.array([(row.temperature, row.top_p, row.min_p) for row in rows], np.float32)
         temperature, top_p, min_p = torch.from_numpy(floats.reshape(-1, 3).T.copy()).to(device)

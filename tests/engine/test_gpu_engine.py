@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from fakes import make_info
 from in_process import Completion, InProcessEngine
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 from quantd.engine.config import EngineConfig
@@ -23,6 +25,7 @@ from quantd.engine.devices import compute_dtype, with_backend
 from quantd.engine.forward import Eager
 from quantd.engine.gpu_runner import GpuRunner
 from quantd.engine.gpu_sampler import GpuSampler
+from quantd.engine.grammar import Matcher
 from quantd.engine.model_part import ModelPart, load_part
 from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.plan import Plan, RequestState, Started
@@ -31,6 +34,7 @@ from quantd.engine.request import EmbeddingParams, Pooling, Request, SamplingPar
 from quantd.engine.runner import LeadingRunner, ModelRunner, Step, build_runner
 from quantd.engine.sampler import Sampler
 from quantd.engine.split import World
+from quantd.engine.token_masks import Masks
 from quantd.engine.tune import tune_model
 from quantd.kernels.gpu.ops import GpuOps
 from quantd.kernels.gpu.tiled import shape_of
@@ -350,6 +354,45 @@ def test_what_a_request_changes_in_its_logits_is_what_the_cpu_s_sampler_changes(
             assert [token for token, _ in one.logprob.top] == [token for token, _ in other.logprob.top]
     assert [sample.error is None for sample in ours] == [True] * 6 + [False] * 2
     assert len({sample.token_id for sample in ours}) > 4
+
+
+def test_a_mask_allows_what_it_allows_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    greedy: dict[str, Any] = {"temperature": 0.0, "logprobs": 1}
+    asked = [greedy, greedy | {"repetition_penalty": 9.0, "logit_bias": {30: 50.0}}, {"top_k": 9}, {}, greedy]
+    logits, requests = torch.randn(len(asked), VOCAB), states(*asked, output=(11,))
+    bits = np.full((len(asked), 2), -1, np.int32)
+    bits[:3] = [[1 << 3 | 1 << 11, 1], [1 << 11 | 1 << 30, 0], [1 << 20 | 1 << 21, 0]]
+    bits[4] = 0
+    for request in (*requests[:3], requests[4]):
+        request.matcher = cast(Matcher, object())
+    ours = GpuSampler().sample(logits.to(DEVICE), requests, Masks(bits))
+    theirs = Sampler().sample(logits, requests, Masks(bits))
+    assert [sample.token_id for sample in ours[:2]] == [sample.token_id for sample in theirs[:2]]
+    assert ours[0].token_id in (3, 11, 32) and ours[1].token_id == 30 and ours[2].token_id in (20, 21)
+    assert ours[0].logprob is not None and theirs[0].logprob is not None
+    assert ours[0].logprob.logprob == pytest.approx(theirs[0].logprob.logprob, abs=1e-5)
+    assert ours[3] == GpuSampler().sample(logits[3:4].to(DEVICE), requests[3:4])[0]
+    assert ours[4].error == theirs[4].error is not None
+
+
+def test_a_grammar_is_followed(folder: Path, expected: list[Completion]) -> None:
+    """Beside it the others write what they write anyway."""
+    letters = {letter: 2 + i for i, letter in enumerate("abcdefghijklmnopqrstuvwxyz0123456789")}
+    tokenizer = Tokenizer(models.BPE(vocab={"<s>": 0, "</s>": 1, **letters}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    params = SamplingParams(grammar="start: /x[a-c]{3}/", stop_token_ids=(1,), max_tokens=9)
+    constrained = [
+        Request(id=f"c{i}", prompt=[3, 4 + i], sampling=msgspec.structs.replace(params, seed=i))
+        for i in range(3)
+    ]
+    served = InProcessEngine(config_of(folder), build(config_of(folder))).serve([*requests(8), *constrained])
+    assert token_ids(served[:3]) == token_ids(expected)
+    for answer in served[3:]:
+        assert re.fullmatch("x[a-c]{3}", tokenizer.decode(answer.token_ids)), answer
+        assert answer.finish_reason == "stop"
 
 
 def test_a_seed_draws_the_same_alone_and_beside_others() -> None:

@@ -1,3 +1,4 @@
+from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
@@ -6,24 +7,27 @@ from fakes import FATAL_TOKEN, FakeRunner, continuation, make_info, make_request
 
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import RankError
-from quantd.engine.loop import EngineLoop
-from quantd.engine.messages import Abort, Add, Events, Forget, FromEngine, GetStats, Stats, ToEngine
+from quantd.engine.grammar import NO_GRAMMARS, Done, GrammarCompiler, Grammars
+from quantd.engine.loop import EngineLoop, Incoming
+from quantd.engine.messages import Abort, Add, Events, Forget, FromEngine, GetStats, Stats
 from quantd.engine.plan import Plan, StepOutput
-from quantd.engine.request import TokenEvent
+from quantd.engine.request import SamplingParams, TokenEvent
 from quantd.engine.scheduler import Scheduler
 
 
 class Harness:
     """An EngineLoop whose inbox is filled and whose frames are read by hand."""
 
-    def __init__(self, runner: FakeRunner | None = None) -> None:
-        self.inbox: SimpleQueue[ToEngine] = SimpleQueue()
+    def __init__(self, runner: FakeRunner | None = None, grammars: Grammars = NO_GRAMMARS) -> None:
+        self.inbox: SimpleQueue[Incoming] = SimpleQueue()
         self.sent: list[FromEngine] = []
         self.runner = runner or FakeRunner(make_info())
         scheduler = Scheduler(EngineConfig(model_path=""), self.runner.info)
-        self.loop = EngineLoop(scheduler, self.runner, self.inbox, self.sent.append, hold_seconds=0.0)
+        self.loop = EngineLoop(
+            scheduler, self.runner, self.inbox, self.sent.append, hold_seconds=0.0, grammars=grammars
+        )
 
-    def step(self, *messages: ToEngine) -> list[FromEngine]:
+    def step(self, *messages: Incoming) -> list[FromEngine]:
         for message in messages:
             self.inbox.put(message)
         self.sent.clear()
@@ -171,3 +175,57 @@ def test_while_nothing_comes_the_runner_prepares() -> None:
     (stats,) = harness.step()
     assert isinstance(stats, Stats)
     assert runner.left == 1
+
+
+TOKENIZER = Path(__file__).parents[1] / "data" / "tokenizer"
+WORD = {"grammar": 'start: "a"', "stop_token_ids": (2,), "max_tokens": 2}
+
+
+class SlowGrammars:
+    """Keeps what is to be compiled until the test says what comes of it."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[SamplingParams, Done]] = []
+
+    def compile(self, sampling: SamplingParams, done: Done) -> None:
+        self.waiting.append((sampling, done))
+
+    def finish(self, times: int = 1) -> None:
+        sampling, done = self.waiting.pop(0)
+        for _ in range(times):
+            done(GrammarCompiler(TOKENIZER, vocab_size=512).matcher(sampling))
+
+
+def test_others_go_on_while_a_grammar_is_compiled() -> None:
+    harness = Harness(grammars=(grammars := SlowGrammars()))
+    slow, other = make_request("slow", [1, 2], **WORD), make_request("other", [3, 4], max_tokens=2)
+    seen = events(harness.step(Add(slow), Add(other))) + events(harness.step())
+    assert [event.request_id for event in seen] == ["other", "other"]
+    assert not harness.loop.scheduler.has_work
+    (stats,) = harness.step(GetStats())
+    assert isinstance(stats, Stats)
+    assert (stats.num_waiting, stats.num_running) == (1, 0)
+    # A second result, as when one comes just before it would be late, changes nothing.
+    grammars.finish(times=2)
+    seen = events(harness.step()) + events(harness.step())
+    assert [event.request_id for event in seen] == ["slow", "slow"]
+    harness.loop.scheduler.check()
+
+
+def test_a_request_that_ends_while_its_grammar_is_compiled_stays_ended() -> None:
+    harness = Harness(grammars=(grammars := SlowGrammars()))
+    harness.inbox.put(Abort("a"))
+    (event,) = events(harness.step(Add(make_request("a", [1, 2], **WORD)), Abort("a")))
+    assert event.finish_reason == "abort"
+    grammars.finish()
+    assert events(harness.step(GetStats())) == []
+    assert not harness.loop.scheduler.has_work
+
+
+def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone() -> None:
+    harness = Harness()
+    request, other = make_request("a", [1, 2], **WORD), make_request("b", [3], max_tokens=1)
+    seen = {event.request_id: event for event in events(harness.step(Add(request), Add(other)))}
+    seen |= {event.request_id: event for event in events(harness.step(GetStats()))}
+    assert (seen["a"].finish_reason, seen["a"].error) == ("error", "this engine knows no grammars")
+    assert seen["b"].finish_reason == "length"

@@ -17,6 +17,7 @@ from quantd.engine.plan import RequestState
 from quantd.engine.request import MAX_LOGPROBS, Request, SamplingParams
 from quantd.engine.runner import build_runner
 from quantd.engine.sampler import Sample, Sampler
+from quantd.engine.token_masks import NO_MASKS, Masks
 
 VOCAB = 49152
 OUTPUT_LEN = 6
@@ -29,10 +30,12 @@ class RecordingSampler(Sampler):
         super().__init__()
         self.rows: dict[tuple[str, int], Tensor] = {}
 
-    def sample(self, logits: Tensor, requests: Sequence[RequestState]) -> list[Sample]:
+    def sample(
+        self, logits: Tensor, requests: Sequence[RequestState], masks: Masks = NO_MASKS
+    ) -> list[Sample]:
         for row, state in zip(logits, requests, strict=True):
             self.rows[state.id, len(state.output)] = row.clone()
-        return super().sample(logits, requests)
+        return super().sample(logits, requests, masks)
 
     def logits_of(self, name: str) -> Tensor:
         """[tokens drawn, V]"""

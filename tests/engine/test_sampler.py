@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from transformers.generation.logits_process import (
@@ -15,12 +16,14 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from quantd.engine.grammar import Matcher
 from quantd.engine.logprobs import largest, token_logprob
 from quantd.engine.penalties import adjusted
 from quantd.engine.plan import RequestState
 from quantd.engine.random_stream import uniform
 from quantd.engine.request import Request, SamplingParams
 from quantd.engine.sampler import Sample, Sampler, Shortlists, cut_of, narrowed
+from quantd.engine.token_masks import Masks
 from quantd.kernels.cpu import load_ops
 from quantd.kernels.shortlist import Cut, Shortlist, shortlists
 
@@ -339,3 +342,46 @@ def test_top_p_cuts_also_where_fewer_tokens_than_top_k_weigh_anything(backend: S
     assert candidates(backend, row, top_k=50, top_p=0.7) == [5, 6]
     requests = [state(top_k=50, top_p=0.5, seed=seed) for seed in range(20)]
     assert {one.token_id for one in Sampler(backend).sample(row.expand(20, -1), requests)} == {5}
+
+
+def masked_by(masks: npt.NDArray[np.bool_]) -> Masks:
+    """masks: [R, V]"""
+    return Masks(np.packbits(masks, axis=1, bitorder="little").view(np.int32))
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {}, *FILTERS], ids=str)
+@pytest.mark.parametrize("num_allowed", [1, 7, 400, VOCAB])
+def test_a_mask_is_as_if_there_were_no_other_tokens(
+    backend: Shortlists, sampling: dict[str, Any], num_allowed: int
+) -> None:
+    """The oracle has a vocabulary of the allowed tokens alone. Log probabilities are of all tokens."""
+    rows, generator = logits(rows=6), np.random.default_rng(num_allowed)
+    kept = np.sort(generator.choice(VOCAB, num_allowed, replace=False))
+    mask = np.zeros((6, -(-VOCAB // 32) * 32), np.bool_)
+    mask[:, kept] = True
+    mask[5] = True
+    requests = [state(seed=seed, logprobs=2, **sampling) for seed in range(6)]
+    for request in requests[:5]:
+        request.matcher = cast(Matcher, object())
+    ours = Sampler(backend).sample(rows, requests, masked_by(mask))
+    theirs = Sampler(backend).sample(rows[:, torch.from_numpy(kept)], requests)
+    assert [one.token_id for one in ours[:5]] == [int(kept[other.token_id]) for other in theirs[:5]]
+    for row, one in zip(rows.numpy(), ours, strict=True):
+        assert one.logprob == token_logprob(row, one.token_id, 2)
+    assert ours[5] == sample(rows[5], requests[5])
+
+
+def test_a_mask_goes_before_penalties_and_beside_faults() -> None:
+    rows = logits(rows=3)
+    rows[1, 500] = torch.nan
+    mask = np.zeros((3, 1024), np.bool_)
+    mask[:2, [8, 9]] = True
+    params = {"temperature": 0.0, "repetition_penalty": 100.0, "logit_bias": {5: 100.0, 8: 100.0}}
+    requests = [state(**params) for _ in range(3)]
+    for request in requests:
+        request.matcher = cast(Matcher, object())
+    good, not_finite, nothing = Sampler().sample(rows, requests, masked_by(mask))
+    # 8 was in the prompt: its bias is as good as taken back.
+    assert (good.token_id, good.error) == (9 if rows[0, 9] > 1 + rows[0, 8] / 100 else 8, None)
+    assert not_finite.error is not None and "not finite" in not_finite.error
+    assert nothing.error is not None
