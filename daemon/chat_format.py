@@ -30,6 +30,10 @@ from quantd.engine.errors import RequestError
 _SWITCHES = ("enable_thinking", "thinking")
 # Seed's budget of tokens; none is to think of.
 _BUDGET = "thinking_budget"
+# What templates look up where the last message is to be gone on with.
+_CONTINUING = {"add_generation_prompt": False, "continue_final_message": True}
+# Stands there where that message ends. Its space shows whether the template trims messages.
+_END = "<the last message ends here> "
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,20 @@ class ChatFormat:
         documents: Sequence[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
         thinking: bool | None = None,
+        continues: bool = False,
     ) -> Prompt:
-        """The prompt of a conversation. Raises RequestError where the template refuses it, also by turns."""
+        """The prompt of a conversation. continues: it ends in the last message, to be gone on with.
+
+        Raises RequestError where the template refuses it, also by turns.
+        """
         switches = {} if thinking is None else _switches(thinking)
+        switches |= dict(variables or {}) | (_CONTINUING if continues else {})
         try:
             mark = self._tokenizer.control_tokens.mark
-            placed, placed_tools = self._tool_prompts.place(mark(messages), mark(tools))
-            rendered = self._render(placed, placed_tools, mark(documents), switches | dict(variables or {}))
+            shown = _with_end(messages) if continues else messages
+            placed, placed_tools = self._tool_prompts.place(mark(shown), mark(tools))
+            rendered = self._render(placed, placed_tools, mark(documents), switches)
+            rendered = _cut_at_end(rendered) if continues else rendered
         except RecursionError:
             raise RequestError("messages: what they hold is nested too deeply", "messages") from None
         text, spelled = unmark(rendered)
@@ -121,3 +132,22 @@ def _switches(thinking: bool) -> dict[str, Any]:
     """Variables for templates to switch reasoning on or off by."""
     switches: dict[str, Any] = dict.fromkeys(_SWITCHES, thinking)
     return switches if thinking else switches | {_BUDGET: 0}
+
+
+def _with_end(messages: Sequence[Message]) -> list[Message]:
+    """The messages, the last of which shows where it ends."""
+    *before, last = messages
+    return [*before, last | {"content": last["content"] + _END}]
+
+
+def _cut_at_end(rendered: str) -> str:
+    """A prompt up to where its last message ends. Raises RequestError where the template hides that.
+
+    Source: continue_final_message of transformers' apply_chat_template.
+    """
+    end = rendered.rfind(_END.strip())
+    if end < 0:
+        reason = "the model's chat template shows too little of the last one to go on with it"
+        raise RequestError(f"messages: {reason}", "messages")
+    keeps_space = rendered.startswith(_END, end)
+    return rendered[:end] if keeps_space else rendered[:end].rstrip()

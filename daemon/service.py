@@ -98,7 +98,8 @@ class ChatRequest:
     messages, tools: as templates read them, which is OpenAI's form with arguments of calls as objects.
     parallel_tool_calls: whether an answer may call more than once. thinking: whether the model is to
     reason first; None: as it does by itself. template: Jinja to use in place of the model's own. history:
-    tokens that the conversation goes on from. truncate: leave out the oldest turns where all do not fit.
+    tokens that the conversation goes on from. continues: the last message is the assistant's, and the answer
+    goes on with it. truncate: leave out the oldest turns where all do not fit.
     """
 
     model: str | None
@@ -111,6 +112,7 @@ class ChatRequest:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     template: str | None = None
     history: Sequence[int] = ()
+    continues: bool = False
     truncate: bool = False
     options: Options = Options()
 
@@ -397,7 +399,9 @@ async def _chat_prompt(model: LoadedModel, chat: ChatFormat, request: ChatReques
 
     def render(messages: Sequence[Message]) -> Prompt:
         variables, thinking = request.template_variables, request.thinking
-        prompt = chat.prompt(messages, request.tools, request.documents, variables, thinking)
+        prompt = chat.prompt(
+            messages, request.tools, request.documents, variables, thinking, request.continues
+        )
         return replace(prompt, ids=_behind(request.history, prompt.ids, model.tokenizer))
 
     def render_fitting() -> Prompt:

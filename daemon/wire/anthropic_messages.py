@@ -150,6 +150,8 @@ def neutral_messages(
     for role, group in itertools.groupby(turns, key=lambda turn: turn[0]):
         places = [place for _, where, content in group for place in blocks_of(content, where)]
         found += _TURNS[role](places)
+    if not found:
+        raise RequestError("messages must hold something to read", "messages")
     return found
 
 

@@ -92,15 +92,16 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
     def neutral(self) -> ChatRequest:
         """The neutral request. Raises RequestError."""
         tools = [tool.neutral(f"tools[{i}]") for i, tool in enumerate(self.tools or ()) if tool.is_offered]
-        choice = self.tool_choice
+        choice, messages = self.tool_choice, neutral_messages(self.system, self.messages)
         return ChatRequest(
             model=self.model,
-            messages=neutral_messages(self.system, self.messages),
+            messages=messages,
             tools=tools or None,
             tool_choice=_tool_choice(choice),
             parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
             thinking=_thinking(self.thinking),
             template_variables=self._template_variables(),
+            continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
             options=self._options(),
         )
 
@@ -141,10 +142,10 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         if self.thread is not None:
             raise ThreadsUnsupportedError("thread: no conversation is kept here; send all of it", "thread")
         refuse_unsupported(self, ("compaction",))
-        if self.messages and self.messages[-1].role == "assistant":
-            reason = "the last one is the assistant's, and to go on with it (prefill) is not supported"
-            raise RequestError(f"messages: {reason}", "messages")
-        return super().neutral()
+        request = super().neutral()
+        if "tool_calls" in request.messages[-1]:
+            raise RequestError("messages: the last one calls tools, whose results have to follow", "messages")
+        return request
 
     def _options(self) -> Options:
         if not 0 <= self.max_tokens < 2**31:

@@ -223,6 +223,20 @@ async def test_a_body_as_claude_code_sends_it() -> None:
 
 
 @in_loop
+async def test_an_answer_goes_on_with_what_the_client_began() -> None:
+    async with running_daemon() as daemon:
+        begun = [*HI["messages"], {"role": "assistant", "content": "It is"}]
+        prompt = await prompt_of(daemon, {"messages": begun})
+        assert prompt == "user\nhi\nassistant\nIt is"
+        assert (await daemon.post(COUNT, {"messages": begun}))[1]["input_tokens"] == len(
+            daemon.engine.seen[-1].prompt
+        )
+        called = {"messages": [*HI["messages"], CALL]}
+    async with running_daemon(template=TEMPLATE) as daemon:
+        assert (await daemon.post(COUNT, called))[0] == 200
+
+
+@in_loop
 async def test_paths_with_and_without_version() -> None:
     async with running_daemon() as daemon:
         for prefix in ("", "/v1", "/v1/v1"):
@@ -272,6 +286,7 @@ def user(*blocks: object) -> dict[str, Any]:
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+CALL = {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "read", "input": {}}]}
 REFUSALS = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "tool"),
@@ -286,7 +301,8 @@ REFUSALS = [
     (user({"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}), "content[0].content[0]", "image"),
     (user({"type": "document", "source": {"type": "base64", "data": "x"}}), "content[0].source", "base64"),
     (user({"type": "document", "source": {"type": "url", "url": "x"}}), "content[0].source", "url"),
-    ({"messages": [*HI["messages"], {"role": "assistant", "content": "It is"}]}, "prefill"),
+    ({"messages": [*HI["messages"], CALL]}, "messages", "results"),
+    ({"messages": [{"role": "system", "content": "x-anthropic-billing-header: cch=1;"}]}, "messages"),
     ({"system": [IMAGE]}, "system[0]", "image"),
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
