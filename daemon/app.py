@@ -20,6 +20,7 @@ from quantd.daemon.routes.keys import (
     RESPONSES,
     SERVICE,
     SLOTS,
+    TABLE,
     TIMING,
 )
 from quantd.daemon.routes.llama_server import LLAMA_SERVER_ROUTES
@@ -27,8 +28,9 @@ from quantd.daemon.routes.models import MODEL_ROUTES
 from quantd.daemon.routes.ollama import OLLAMA_ROUTES
 from quantd.daemon.routes.ollama_library import OLLAMA_LIBRARY_ROUTES
 from quantd.daemon.routes.openai import OPENAI_ROUTES
+from quantd.daemon.routes.openapi import OPENAPI_ROUTES
 from quantd.daemon.routes.responses import RESPONSES_ROUTES
-from quantd.daemon.routes.route import Route
+from quantd.daemon.routes.route import Route, route_of
 from quantd.daemon.service import Service
 from quantd.daemon.slots import Slots
 from quantd.daemon.wire import anthropic
@@ -53,8 +55,8 @@ ROUTES = (
     *OLLAMA_ROUTES,
     *OLLAMA_LIBRARY_ROUTES,
     *LLAMA_SERVER_ROUTES,
+    *OPENAPI_ROUTES,
 )
-_ROUTE_OF = {route.handler: route for route in ROUTES}
 
 
 def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING) -> web.Application:
@@ -65,6 +67,7 @@ def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING
     app[CARDS] = Cards(service.models)
     app[SLOTS] = Slots(control.state / "slots")
     app[LIBRARY] = Library(service.models)
+    app[TABLE] = ROUTES
     app[TIMING] = timing
     app[ERROR_SHAPE] = error_shape
     app[ERROR_STATUS] = error_status
@@ -92,13 +95,13 @@ def error_shape(request: web.Request) -> ErrorShape:
     """The shape of the handler's dialect; OpenAI's where no handler is found and no header tells."""
     if anthropic.VERSION_HEADER in request.headers:
         return anthropic.error_object
-    route = _ROUTE_OF.get(request.match_info.handler)
+    route = route_of(request)
     return openai_error if route is None else route.errors
 
 
 def error_status(request: web.Request, status: int) -> int:
     """The status that the handler's dialect has for this one."""
-    route = _ROUTE_OF.get(request.match_info.handler)
+    route = route_of(request)
     return status if route is None else route.statuses.get(status, status)
 
 
@@ -106,6 +109,6 @@ def _add_route(app: web.Application, route: Route) -> None:
     """With GET comes HEAD, which monitors ask with (RFC 9110, section 9.1)."""
     for path in route.paths():
         if route.method == "GET":
-            app.router.add_get(path + "{_:/?}", route.handler, allow_head=True)
+            app.router.add_get(path + "{_:/?}", route.handle, allow_head=True)
         else:
-            app.router.add_route(route.method, path + "{_:/?}", route.handler)
+            app.router.add_route(route.method, path + "{_:/?}", route.handle)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 from aiohttp import web
 
 from quantd.daemon.routes.keys import SERVICE, TIMING
-from quantd.daemon.routes.route import Route
+from quantd.daemon.routes.route import JSON, MODEL_REFUSALS, SSE, Handler, Route
 from quantd.daemon.sections import collect_sections
 from quantd.daemon.wire import anthropic
 from quantd.daemon.wire.anthropic_request import CountBody, MessagesBody
-from quantd.daemon.wire.body import read_body
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.stream import send_stream
 
 
-async def messages(request: web.Request) -> web.StreamResponse:
+async def messages(request: web.Request, body: MessagesBody) -> web.StreamResponse:
     """POST /v1/messages"""
-    body = await read_body(request, MessagesBody)
     starting = request.app[SERVICE].chat(body.neutral())
     if body.streams:
         frames = anthropic.MessageStream(body.caches)
@@ -29,14 +28,26 @@ async def messages(request: web.Request) -> web.StreamResponse:
         return json_response(reply)
 
 
-async def count_tokens(request: web.Request) -> web.StreamResponse:
+async def count_tokens(request: web.Request, body: CountBody) -> web.StreamResponse:
     """POST /v1/messages/count_tokens"""
-    body = await read_body(request, CountBody)
     prompt = await request.app[SERVICE].prompt(body.neutral())
     return json_response({"input_tokens": len(prompt.ids)})
 
 
-ANTHROPIC_ROUTES: Sequence[Route] = tuple(
-    Route("POST", path, handler, versioned=True, errors=anthropic.error_object)
-    for path, handler in (("/messages", messages), ("/messages/count_tokens", count_tokens))
+def _route(path: str, handler: Handler, body: type[msgspec.Struct], contents: Sequence[str]) -> Route:
+    return Route(
+        "POST",
+        path,
+        handler,
+        body,
+        versioned=True,
+        errors=anthropic.error_object,
+        contents=contents,
+        refusals=MODEL_REFUSALS,
+    )
+
+
+ANTHROPIC_ROUTES: Sequence[Route] = (
+    _route("/messages", messages, MessagesBody, SSE),
+    _route("/messages/count_tokens", count_tokens, CountBody, JSON),
 )

@@ -12,8 +12,7 @@ from aiohttp import web
 
 from quantd.daemon.models import ModelEntry
 from quantd.daemon.routes.keys import CONTROL, SERVICE
-from quantd.daemon.routes.route import Route
-from quantd.daemon.wire.body import read_body
+from quantd.daemon.routes.route import MODEL_REFUSALS, Route
 from quantd.daemon.wire.errors import fault_of, json_response, openai_error
 from quantd.engine.messages import Stats
 
@@ -57,9 +56,8 @@ def _model_status(entry: ModelEntry, stats: Stats | None) -> dict[str, Any]:
     }
 
 
-async def load(request: web.Request) -> web.StreamResponse:
+async def load(request: web.Request, body: ModelBody) -> web.StreamResponse:
     """POST /quantd/load: a line of JSON for each step, the last one with the model's info or an error."""
-    body = await read_body(request, ModelBody)
     entry = await request.app[CONTROL].models.open(body.model, body.options)
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
     await response.prepare(request)
@@ -80,9 +78,8 @@ async def _line(response: web.StreamResponse, message: dict[str, Any]) -> None:
     await response.write(msgspec.json.encode(message) + b"\n")
 
 
-async def unload(request: web.Request) -> web.StreamResponse:
+async def unload(request: web.Request, body: ModelBody) -> web.StreamResponse:
     """POST /quantd/unload: answers once the engine has ended."""
-    body = await read_body(request, ModelBody)
     await request.app[CONTROL].models.unload(body.model)
     return json_response({"status": "unloaded", "model": body.model})
 
@@ -101,10 +98,17 @@ async def metrics(request: web.Request) -> web.StreamResponse:
 
 
 CONTROL_ROUTES: Sequence[Route] = (
-    Route("GET", "/metrics", metrics),
+    Route("GET", "/metrics", metrics, contents=("text/plain",)),
     Route("GET", "/quantd/version", version),
     Route("GET", "/quantd/status", status),
-    Route("POST", "/quantd/load", load),
-    Route("POST", "/quantd/unload", unload),
+    Route(
+        "POST",
+        "/quantd/load",
+        load,
+        ModelBody,
+        contents=("application/x-ndjson",),
+        refusals=MODEL_REFUSALS,
+    ),
+    Route("POST", "/quantd/unload", unload, ModelBody, refusals=(404,)),
     Route("POST", "/quantd/stop", stop),
 )

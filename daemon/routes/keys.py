@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aiohttp import web
 
 from quantd.daemon.background import Background
@@ -9,6 +11,7 @@ from quantd.daemon.control import Control
 from quantd.daemon.library import Library
 from quantd.daemon.model_card import Cards
 from quantd.daemon.response_store import ResponseStore
+from quantd.daemon.routes.route import Route
 from quantd.daemon.service import Service
 from quantd.daemon.slots import Slots
 from quantd.daemon.wire.stream import Timing
@@ -20,4 +23,5 @@ CONTROL = web.AppKey("control", Control)
 RESPONSES = web.AppKey("responses", ResponseStore)
 BACKGROUND = web.AppKey("background", Background)
 SLOTS = web.AppKey("slots", Slots)
+TABLE = web.AppKey[Sequence[Route]]("table")
 TIMING = web.AppKey("timing", Timing)

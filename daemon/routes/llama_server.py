@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from quantd.daemon.embeddings import floats
@@ -13,9 +14,8 @@ from quantd.daemon.errors import NoInfillError, NotServedError
 from quantd.daemon.generation import Generation, collect
 from quantd.daemon.routes.keys import CONTROL, SERVICE, SLOTS, TIMING
 from quantd.daemon.routes.llama_server_slots import SLOT_ROUTES
-from quantd.daemon.routes.route import Handler, Route
+from quantd.daemon.routes.route import JSON, MODEL_REFUSALS, SSE, Handler, Route
 from quantd.daemon.wire import llama_server
-from quantd.daemon.wire.body import read_body
 from quantd.daemon.wire.errors import Fault, json_response
 from quantd.daemon.wire.llama_server_options import OptionFields
 from quantd.daemon.wire.llama_server_request import (
@@ -23,6 +23,7 @@ from quantd.daemon.wire.llama_server_request import (
     DetokenizeBody,
     EmbeddingBody,
     InfillBody,
+    PropsQuery,
     TokenizeBody,
 )
 from quantd.daemon.wire.openai_request import ChatBody
@@ -30,15 +31,13 @@ from quantd.daemon.wire.stream import send_stream
 from quantd.engine.errors import RequestError
 
 
-async def completion(request: web.Request) -> web.StreamResponse:
+async def completion(request: web.Request, body: CompletionBody) -> web.StreamResponse:
     """POST /completion"""
-    body = await read_body(request, CompletionBody)
     return await _answer(request, body, request.app[SERVICE].complete(body.neutral()))
 
 
-async def infill(request: web.Request) -> web.StreamResponse:
+async def infill(request: web.Request, body: InfillBody) -> web.StreamResponse:
     """POST /infill"""
-    body = await read_body(request, InfillBody)
     try:
         return await _answer(request, body, request.app[SERVICE].infill(body.neutral()))
     except NoInfillError as error:
@@ -62,32 +61,28 @@ async def _answer(
         return json_response(llama_server.Reply(body, generation).whole(await collect(generation)))
 
 
-async def tokenize(request: web.Request) -> web.StreamResponse:
+async def tokenize(request: web.Request, body: TokenizeBody) -> web.StreamResponse:
     """POST /tokenize"""
-    body = await read_body(request, TokenizeBody)
     async with request.app[SERVICE].model(body.model) as model:
         return json_response({"tokens": await asyncio.to_thread(body.tokens, model.tokenizer)})
 
 
-async def detokenize(request: web.Request) -> web.StreamResponse:
+async def detokenize(request: web.Request, body: DetokenizeBody) -> web.StreamResponse:
     """POST /detokenize"""
-    body = await read_body(request, DetokenizeBody)
     async with request.app[SERVICE].model(body.model) as model:
         body.check(model.engine.info.vocab_size)
         text = await asyncio.to_thread(model.tokenizer.decode, body.tokens, special=True)
         return json_response({"content": text})
 
 
-async def apply_template(request: web.Request) -> web.StreamResponse:
+async def apply_template(request: web.Request, body: ChatBody) -> web.StreamResponse:
     """POST /apply-template, whose body is that of /v1/chat/completions"""
-    body = await read_body(request, ChatBody)
     prompt = await request.app[SERVICE].prompt(body.neutral())
     return json_response({"prompt": prompt.text})
 
 
-async def embedding(request: web.Request) -> web.StreamResponse:
+async def embedding(request: web.Request, body: EmbeddingBody) -> web.StreamResponse:
     """POST /embedding"""
-    body = await read_body(request, EmbeddingBody)
     found = await request.app[SERVICE].embed(body.neutral())
     vectors = [{"index": index, "embedding": [floats(item)]} for index, item in enumerate(found.vectors)]
     return await asyncio.to_thread(json_response, vectors)
@@ -98,12 +93,12 @@ async def rerank(request: web.Request) -> web.StreamResponse:
     raise NotServedError("this daemon has no reranking")
 
 
-async def props(request: web.Request) -> web.StreamResponse:
+async def props(request: web.Request, query: PropsQuery) -> web.StreamResponse:
     """GET /props; a model that is not loaded is, unless ?autoload=false."""
-    service, name = request.app[SERVICE], request.query.get("model")
-    if request.query.get("autoload", "true") in ("false", "0"):
-        _check_loaded(request, name)
-    async with service.model(name) as model:
+    service = request.app[SERVICE]
+    if query.autoload is False:
+        _check_loaded(request, query.model)
+    async with service.model(query.model) as model:
         entry = service.models.entry(model.name)
         return json_response(llama_server.props_object(model, entry.config, request.app[CONTROL].version))
 
@@ -127,21 +122,29 @@ async def lora_adapters(request: web.Request) -> web.StreamResponse:
     return json_response([])
 
 
-_POSTS: Sequence[tuple[str, Handler]] = (
-    ("/completion", completion),
-    ("/infill", infill),
-    ("/tokenize", tokenize),
-    ("/detokenize", detokenize),
-    ("/apply-template", apply_template),
-    ("/embedding", embedding),
-)
-_RERANK_PATHS = ("/rerank", "/reranking")
+def _route(
+    method: str, path: str, handler: Handler, body: type[msgspec.Struct] | None = None, **rest: Any
+) -> Route:
+    return Route(method, path, handler, body, errors=llama_server.llama_error, **rest)
+
+
+def _answers(
+    path: str, handler: Handler, body: type[msgspec.Struct], contents: Sequence[str] = JSON
+) -> Route:
+    return _route("POST", path, handler, body, contents=contents, refusals=MODEL_REFUSALS)
+
 
 LLAMA_SERVER_ROUTES: Sequence[Route] = (
-    Route("GET", "/health", health, versioned=True, errors=llama_server.llama_error),
-    *(Route("POST", path, handler, errors=llama_server.llama_error) for path, handler in _POSTS),
-    *(Route("POST", path, rerank, versioned=True, errors=llama_server.llama_error) for path in _RERANK_PATHS),
-    Route("GET", "/props", props, errors=llama_server.llama_error),
-    Route("GET", "/lora-adapters", lora_adapters, errors=llama_server.llama_error),
+    _route("GET", "/health", health, versioned=True, refusals=(503,)),
+    _answers("/completion", completion, CompletionBody, SSE),
+    _route("POST", "/infill", infill, InfillBody, contents=SSE, refusals=(*MODEL_REFUSALS, 501)),
+    _answers("/tokenize", tokenize, TokenizeBody),
+    _answers("/detokenize", detokenize, DetokenizeBody),
+    _answers("/apply-template", apply_template, ChatBody),
+    _answers("/embedding", embedding, EmbeddingBody),
+    _route("POST", "/rerank", rerank, versioned=True, successes=(), refusals=(501,)),
+    _route("POST", "/reranking", rerank, versioned=True, successes=(), refusals=(501,)),
+    _route("GET", "/props", props, query=PropsQuery, refusals=MODEL_REFUSALS),
+    _route("GET", "/lora-adapters", lora_adapters),
     *SLOT_ROUTES,
 )

@@ -11,36 +11,31 @@ from aiohttp import web
 
 from quantd.daemon.generation import collect
 from quantd.daemon.routes.keys import SERVICE, SLOTS
-from quantd.daemon.routes.route import Route
+from quantd.daemon.routes.route import MODEL_REFUSALS, Route
 from quantd.daemon.service import CompletionRequest, Options
 from quantd.daemon.wire import llama_server
-from quantd.daemon.wire.body import read_body
 from quantd.daemon.wire.errors import Fault, json_response
-from quantd.daemon.wire.llama_server_request import SlotBody
+from quantd.daemon.wire.llama_server_request import SlotBody, SlotQuery, SlotsQuery
 from quantd.engine.errors import RequestError
 from quantd.engine.request import SamplingParams
 
 
-async def list_slots(request: web.Request) -> web.StreamResponse:
+async def list_slots(request: web.Request, query: SlotsQuery) -> web.StreamResponse:
     """GET /slots: as many as requests may run at a time. With ?fail_on_no_slot=1, 503 if all are taken."""
     models = request.app[SERVICE].models
-    async with request.app[SERVICE].model(request.query.get("model")) as model:
+    async with request.app[SERVICE].model(query.model) as model:
         num_slots = models.entry(model.name).config.max_num_requests
         stats = await model.engine.stats()
         num_busy = stats.num_running + stats.num_waiting
-        if request.query.get("fail_on_no_slot") and num_busy >= num_slots:
+        if query.fail_on_no_slot and num_busy >= num_slots:
             return json_response(llama_server.llama_error(Fault(503, "no slot available")), 503)
         slots = [llama_server.slot_object(slot, slot < num_busy, model) for slot in range(num_slots)]
         return json_response(slots)
 
 
-async def act_on_slot(request: web.Request) -> web.StreamResponse:
+async def act_on_slot(request: web.Request, body: SlotBody, query: SlotQuery) -> web.StreamResponse:
     """POST /slots/{id}?action=save, restore or erase"""
-    body = await read_body(request, SlotBody)
-    name = request.query.get("action", "")
-    if name not in _ACTIONS:
-        raise RequestError(f"action must be one of {', '.join(_ACTIONS)}, got {name!r}", "action")
-    return json_response(await _ACTIONS[name](request, body, int(request.match_info["slot"])))
+    return json_response(await _ACTIONS[query.action](request, body, int(request.match_info["slot"])))
 
 
 async def _save(request: web.Request, body: SlotBody, slot: int) -> dict[str, Any]:
@@ -96,6 +91,21 @@ _ACTIONS: Mapping[str, Callable[[web.Request, SlotBody, int], Awaitable[dict[str
 }
 
 SLOT_ROUTES: Sequence[Route] = (
-    Route("GET", "/slots", list_slots, errors=llama_server.llama_error),
-    Route("POST", r"/slots/{slot:\d{1,4}}", act_on_slot, errors=llama_server.llama_error),
+    Route(
+        "GET",
+        "/slots",
+        list_slots,
+        query=SlotsQuery,
+        errors=llama_server.llama_error,
+        refusals=MODEL_REFUSALS,
+    ),
+    Route(
+        "POST",
+        r"/slots/{slot:\d{1,4}}",
+        act_on_slot,
+        SlotBody,
+        SlotQuery,
+        errors=llama_server.llama_error,
+        refusals=MODEL_REFUSALS,
+    ),
 )

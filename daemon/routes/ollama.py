@@ -6,16 +6,16 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from quantd.daemon.durations import LONGEST
 from quantd.daemon.generation import Generation, collect
 from quantd.daemon.models import LoadedModel, ModelEntry
 from quantd.daemon.routes.keys import CARDS, SERVICE, TIMING
-from quantd.daemon.routes.route import Route
+from quantd.daemon.routes.route import MODEL_REFUSALS, NDJSON, Handler, Route
 from quantd.daemon.service import ChatRequest, CompletionRequest, InfillRequest, Service
 from quantd.daemon.wire import ollama, ollama_models
-from quantd.daemon.wire.body import read_body
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.ollama_embeddings import EmbedBody, EmbeddingsBody, embed_object, vector_json
 from quantd.daemon.wire.ollama_library import NameBody, required
@@ -29,14 +29,14 @@ API_VERSION = "0.14.0"
 _STATUSES = {429: 503}
 
 
-async def generate(request: web.Request) -> web.StreamResponse:
+async def generate(request: web.Request, body: GenerateBody) -> web.StreamResponse:
     """POST /api/generate"""
-    return await _answer(request, await read_body(request, GenerateBody), ollama.generate_piece)
+    return await _answer(request, body, ollama.generate_piece)
 
 
-async def chat(request: web.Request) -> web.StreamResponse:
+async def chat(request: web.Request, body: ChatBody) -> web.StreamResponse:
     """POST /api/chat"""
-    return await _answer(request, await read_body(request, ChatBody), ollama.chat_piece)
+    return await _answer(request, body, ollama.chat_piece)
 
 
 async def _answer(
@@ -78,9 +78,8 @@ async def _load_or_unload(service: Service, model: str, stay: float | None) -> s
     return "load"
 
 
-async def embed(request: web.Request) -> web.StreamResponse:
+async def embed(request: web.Request, body: EmbedBody) -> web.StreamResponse:
     """POST /api/embed"""
-    body = await read_body(request, EmbedBody)
     model, service = required(body.model), request.app[SERVICE]
     if not body.inputs:
         await _load_or_unload(service, model, body.stay)
@@ -88,9 +87,8 @@ async def embed(request: web.Request) -> web.StreamResponse:
     return json_response(embed_object(model, await service.embed(body.neutral())))
 
 
-async def embeddings(request: web.Request) -> web.StreamResponse:
+async def embeddings(request: web.Request, body: EmbeddingsBody) -> web.StreamResponse:
     """POST /api/embeddings"""
-    body = await read_body(request, EmbeddingsBody)
     model, service = required(body.model), request.app[SERVICE]
     if not body.inputs:
         await _load_or_unload(service, model, body.stay)
@@ -105,9 +103,8 @@ async def tags(request: web.Request) -> web.StreamResponse:
     return json_response({"models": [ollama_models.list_entry(card) for card in cards]})
 
 
-async def show(request: web.Request) -> web.StreamResponse:
+async def show(request: web.Request, body: NameBody) -> web.StreamResponse:
     """POST /api/show"""
-    body = await read_body(request, NameBody)
     cards = request.app[CARDS]
     card = await cards.get(body.chosen)
     return json_response(ollama_models.show_object(card, body.chosen, cards.context_len(card)))
@@ -147,24 +144,23 @@ async def alive(request: web.Request) -> web.StreamResponse:
     return web.Response(text="Ollama is running")
 
 
-def ollama_routes(*routes: tuple[str, str, Any]) -> Sequence[Route]:
-    """Routes of method, path and handler that tell errors as Ollama does."""
-    return tuple(
-        Route(method, path, handler, errors=ollama.error_object, statuses=_STATUSES)
-        for method, path, handler in routes
-    )
+def ollama_route(
+    method: str, path: str, handler: Handler, body: type[msgspec.Struct] | None = None, **rest: Any
+) -> Route:
+    """A route that tells errors as Ollama does."""
+    return Route(method, path, handler, body, errors=ollama.error_object, statuses=_STATUSES, **rest)
 
 
-OLLAMA_ROUTES: Sequence[Route] = ollama_routes(
-    ("POST", "/api/generate", generate),
-    ("POST", "/api/chat", chat),
-    ("POST", "/api/embed", embed),
-    ("POST", "/api/embeddings", embeddings),
-    ("GET", "/api/tags", tags),
-    ("POST", "/api/show", show),
-    ("GET", "/api/ps", running),
-    ("GET", "/api/version", version),
-    ("GET", "/api/status", status),
-    ("POST", "/api/me", me),
-    ("GET", "/", alive),
+OLLAMA_ROUTES: Sequence[Route] = (
+    ollama_route("POST", "/api/generate", generate, GenerateBody, contents=NDJSON, refusals=MODEL_REFUSALS),
+    ollama_route("POST", "/api/chat", chat, ChatBody, contents=NDJSON, refusals=MODEL_REFUSALS),
+    ollama_route("POST", "/api/embed", embed, EmbedBody, refusals=MODEL_REFUSALS),
+    ollama_route("POST", "/api/embeddings", embeddings, EmbeddingsBody, refusals=MODEL_REFUSALS),
+    ollama_route("GET", "/api/tags", tags),
+    ollama_route("POST", "/api/show", show, NameBody, refusals=(404, 500)),
+    ollama_route("GET", "/api/ps", running),
+    ollama_route("GET", "/api/version", version),
+    ollama_route("GET", "/api/status", status),
+    ollama_route("POST", "/api/me", me, successes=(), refusals=(401,)),
+    ollama_route("GET", "/", alive, contents=("text/plain",)),
 )

@@ -11,18 +11,17 @@ from quantd.daemon.library import Library
 from quantd.daemon.library_worker import Job, Pull
 from quantd.daemon.pull import parse_source
 from quantd.daemon.routes.keys import LIBRARY, TIMING
-from quantd.daemon.routes.ollama import ollama_routes
-from quantd.daemon.routes.route import Route
+from quantd.daemon.routes.ollama import ollama_route
+from quantd.daemon.routes.route import NDJSON, NOTHING, Route
 from quantd.daemon.wire import ollama
-from quantd.daemon.wire.body import read_body
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.lines import Lines, send_lines
 from quantd.daemon.wire.ollama_library import CopyBody, CreateBody, NameBody, PullBody, progress_line
 
 
-async def pull(request: web.Request) -> web.StreamResponse:
+async def pull(request: web.Request, body: PullBody) -> web.StreamResponse:
     """POST /api/pull"""
-    body, library = await read_body(request, PullBody), request.app[LIBRARY]
+    library = request.app[LIBRARY]
     return await _tell(request, _pulling(library, body.job(str(library.store.root))), body.stream)
 
 
@@ -48,9 +47,9 @@ def _is_here(library: Library, spec: str) -> bool:
     return False
 
 
-async def create(request: web.Request) -> web.StreamResponse:
+async def create(request: web.Request, body: CreateBody) -> web.StreamResponse:
     """POST /api/create"""
-    body, library = await read_body(request, CreateBody), request.app[LIBRARY]
+    library = request.app[LIBRARY]
     job = body.job(str(library.store.root), library.blobs)
     return await _tell(request, _creating(library, job), body.stream)
 
@@ -75,17 +74,16 @@ async def _tell(request: web.Request, lines: Lines, stream: bool | None) -> web.
     return json_response(last)
 
 
-async def copy(request: web.Request) -> web.StreamResponse:
+async def copy(request: web.Request, body: CopyBody) -> web.StreamResponse:
     """POST /api/copy"""
-    body, library = await read_body(request, CopyBody), request.app[LIBRARY]
+    library = request.app[LIBRARY]
     async for _ in library.add(body.job(str(library.store.root))):
         pass
     return web.Response()
 
 
-async def delete(request: web.Request) -> web.StreamResponse:
+async def delete(request: web.Request, body: NameBody) -> web.StreamResponse:
     """DELETE /api/delete"""
-    body = await read_body(request, NameBody)
     await request.app[LIBRARY].delete(body.chosen)
     return web.Response()
 
@@ -117,12 +115,14 @@ async def _body(request: web.Request) -> AsyncIterator[bytes]:
         yield data
 
 
-OLLAMA_LIBRARY_ROUTES: Sequence[Route] = ollama_routes(
-    ("POST", "/api/pull", pull),
-    ("POST", "/api/push", push),
-    ("POST", "/api/create", create),
-    ("POST", "/api/copy", copy),
-    ("DELETE", "/api/delete", delete),
-    ("HEAD", "/api/blobs/{digest}", has_blob),
-    ("POST", "/api/blobs/{digest}", receive_blob),
+_ADD_REFUSALS = (400, 404, 500)
+
+OLLAMA_LIBRARY_ROUTES: Sequence[Route] = (
+    ollama_route("POST", "/api/pull", pull, PullBody, contents=NDJSON, refusals=_ADD_REFUSALS),
+    ollama_route("POST", "/api/push", push, successes=(), refusals=(501,)),
+    ollama_route("POST", "/api/create", create, CreateBody, contents=NDJSON, refusals=_ADD_REFUSALS),
+    ollama_route("POST", "/api/copy", copy, CopyBody, contents=NOTHING, refusals=_ADD_REFUSALS),
+    ollama_route("DELETE", "/api/delete", delete, NameBody, contents=NOTHING, refusals=(404,)),
+    ollama_route("HEAD", "/api/blobs/{digest}", has_blob, contents=NOTHING),
+    ollama_route("POST", "/api/blobs/{digest}", receive_blob, contents=NOTHING, successes=(200, 201)),
 )

@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import msgspec
 from aiohttp import web
 
 from quantd.daemon.generation import collect
 from quantd.daemon.routes.keys import SERVICE, TIMING
-from quantd.daemon.routes.route import Route
+from quantd.daemon.routes.route import JSON, MODEL_REFUSALS, SSE, Handler, Route
 from quantd.daemon.service import InfillRequest
 from quantd.daemon.wire import openai
-from quantd.daemon.wire.body import read_body
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.openai_embeddings import EmbeddingBody
 from quantd.daemon.wire.openai_request import ChatBody, CompletionBody, FimBody
 from quantd.daemon.wire.stream import send_stream
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
+async def chat_completions(request: web.Request, body: ChatBody) -> web.StreamResponse:
     """POST /v1/chat/completions"""
-    body = await read_body(request, ChatBody)
     starting, scored = request.app[SERVICE].chat(body.neutral()), bool(body.logprobs)
     if body.streams:
         frames = openai.ChatStream(scored, body.wants_usage, body.names_function)
@@ -32,9 +31,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         return json_response(openai.chat_reply(head, answers, scored, usage, body.names_function))
 
 
-async def completions(request: web.Request) -> web.StreamResponse:
+async def completions(request: web.Request, body: CompletionBody) -> web.StreamResponse:
     """POST /v1/completions"""
-    body = await read_body(request, CompletionBody)
     service, asked, scored = request.app[SERVICE], body.neutral(), body.logprobs is not None
     starting = service.infill(asked) if isinstance(asked, InfillRequest) else service.complete(asked)
     if body.streams:
@@ -45,9 +43,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
         return json_response(openai.completion_reply(generation.head, answers, scored, generation.usage))
 
 
-async def fim_completions(request: web.Request) -> web.StreamResponse:
+async def fim_completions(request: web.Request, body: FimBody) -> web.StreamResponse:
     """POST /v1/fim/completions: Mistral's path; the answer has the shape of a chat's."""
-    body = await read_body(request, FimBody)
     starting = request.app[SERVICE].infill(body.neutral())
     if body.streams:
         frames = openai.ChatStream(False, body.wants_usage)
@@ -57,17 +54,20 @@ async def fim_completions(request: web.Request) -> web.StreamResponse:
         return json_response(openai.chat_reply(generation.head, answers, False, generation.usage))
 
 
-async def embeddings(request: web.Request) -> web.StreamResponse:
+async def embeddings(request: web.Request, body: EmbeddingBody) -> web.StreamResponse:
     """POST /v1/embeddings"""
-    body = await read_body(request, EmbeddingBody)
     found = await request.app[SERVICE].embed(body.neutral())
     # Many vectors are megabytes of numbers, which take a while to write.
     return await asyncio.to_thread(lambda: json_response(body.reply(found)))
 
 
+def _route(path: str, handler: Handler, body: type[msgspec.Struct], contents: Sequence[str] = SSE) -> Route:
+    return Route("POST", path, handler, body, versioned=True, contents=contents, refusals=MODEL_REFUSALS)
+
+
 OPENAI_ROUTES: Sequence[Route] = (
-    Route("POST", "/chat/completions", chat_completions, versioned=True),
-    Route("POST", "/completions", completions, versioned=True),
-    Route("POST", "/fim/completions", fim_completions, versioned=True),
-    Route("POST", "/embeddings", embeddings, versioned=True),
+    _route("/chat/completions", chat_completions, ChatBody),
+    _route("/completions", completions, CompletionBody),
+    _route("/fim/completions", fim_completions, FimBody),
+    _route("/embeddings", embeddings, EmbeddingBody, JSON),
 )

@@ -10,10 +10,9 @@ from aiohttp import web
 from quantd.daemon.errors import PreviousResponseError, ResponseNotFoundError
 from quantd.daemon.response_store import Item, ResponseStore, StoredResponse
 from quantd.daemon.routes.keys import BACKGROUND, RESPONSES, SERVICE, TIMING
-from quantd.daemon.routes.route import Route
+from quantd.daemon.routes.route import MODEL_REFUSALS, SSE, Route
 from quantd.daemon.sections import Sections, collect_sections
 from quantd.daemon.service import ChatRequest, Service
-from quantd.daemon.wire.body import read_body, read_query
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.responses import Reply, item_page
 from quantd.daemon.wire.responses_input import input_items
@@ -26,9 +25,8 @@ Keep = Callable[[dict[str, Any]], None]
 """Takes a response in a state that its client may come back to."""
 
 
-async def create(request: web.Request) -> web.StreamResponse:
+async def create(request: web.Request, body: ResponsesBody) -> web.StreamResponse:
     """POST /v1/responses"""
-    body = await read_body(request, ResponsesBody)
     service, store, reply = request.app[SERVICE], request.app[RESPONSES], Reply(body)
     items, num_earlier = _conversation(body, reply.key, store)
     asked = body.neutral(items, num_earlier)
@@ -89,9 +87,8 @@ async def _stream(request: web.Request, asked: ChatRequest, frames: ResponseStre
         return web.Response(body=body, headers={"Content-Type": frames.content_type})
 
 
-async def count_input_tokens(request: web.Request) -> web.StreamResponse:
+async def count_input_tokens(request: web.Request, body: CountBody) -> web.StreamResponse:
     """POST /v1/responses/input_tokens"""
-    body = await read_body(request, CountBody)
     items, num_earlier = _conversation(body, "counted", request.app[RESPONSES])
     prompt = await request.app[SERVICE].prompt(body.neutral(items, num_earlier))
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
@@ -125,9 +122,8 @@ async def delete(request: web.Request) -> web.StreamResponse:
     return json_response({"id": id, "object": "response", "deleted": True})
 
 
-async def list_input_items(request: web.Request) -> web.StreamResponse:
+async def list_input_items(request: web.Request, query: ItemQuery) -> web.StreamResponse:
     """GET /v1/responses/{id}/input_items"""
-    query = read_query(request, ItemQuery)
     return json_response(item_page(_stored(request).input, query))
 
 
@@ -136,10 +132,25 @@ def _stored(request: web.Request) -> StoredResponse:
 
 
 RESPONSES_ROUTES: Sequence[Route] = (
-    Route("POST", "/responses", create, versioned=True),
-    Route("POST", "/responses/input_tokens", count_input_tokens, versioned=True),
+    Route(
+        "POST",
+        "/responses",
+        create,
+        ResponsesBody,
+        versioned=True,
+        contents=SSE,
+        refusals=MODEL_REFUSALS,
+    ),
+    Route(
+        "POST",
+        "/responses/input_tokens",
+        count_input_tokens,
+        CountBody,
+        versioned=True,
+        refusals=MODEL_REFUSALS,
+    ),
     Route("GET", "/responses/{id}", retrieve, versioned=True),
     Route("DELETE", "/responses/{id}", delete, versioned=True),
     Route("POST", "/responses/{id}/cancel", cancel, versioned=True),
-    Route("GET", "/responses/{id}/input_items", list_input_items, versioned=True),
+    Route("GET", "/responses/{id}/input_items", list_input_items, query=ItemQuery, versioned=True),
 )

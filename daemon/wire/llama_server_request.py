@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -82,6 +82,26 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
         for token_id in self.tokens:
             if not 0 <= token_id < vocab_size:
                 raise RequestError(f"tokens: token id {token_id} is not in 0..{vocab_size - 1}", "tokens")
+
+
+class PropsQuery(msgspec.Struct, frozen=True):
+    """/props. autoload: whether a model is loaded for it."""
+
+    model: str | None = None
+    autoload: bool | None = None
+
+
+class SlotsQuery(msgspec.Struct, frozen=True):
+    """/slots. fail_on_no_slot: whether it is an error that all are taken."""
+
+    model: str | None = None
+    fail_on_no_slot: bool | None = None
+
+
+class SlotQuery(msgspec.Struct, frozen=True):
+    """/slots/{id}"""
+
+    action: Literal["save", "restore", "erase"]
 
 
 class SlotBody(msgspec.Struct, frozen=True, kw_only=True):

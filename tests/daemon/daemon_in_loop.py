@@ -19,14 +19,15 @@ from fake_models import CHATML, write_model
 from scripted_engine import INFO, Engines, FakeStore, Script, ScriptedEngine, repeat_prompt
 
 from quantd.daemon.app import make_app, make_runner
+from quantd.daemon.config import ServeConfig
 from quantd.daemon.control import Control
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import Models
+from quantd.daemon.server import engine_config
 from quantd.daemon.service import Service
 from quantd.daemon.sockets import tcp_sockets, unix_socket
 from quantd.daemon.store import Store
 from quantd.daemon.wire.stream import DEFAULT_TIMING, Timing
-from quantd.engine.config import EngineConfig
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
 
@@ -101,7 +102,7 @@ async def running_daemon(
         models = Models(
             store or fake_store,
             engines.start,
-            lambda path, options: EngineConfig(model_path=str(path), **options),
+            functools.partial(engine_config, ServeConfig()),
             drain_seconds=5.0,
         )
         service = Service(models, Metrics(), max_queue)

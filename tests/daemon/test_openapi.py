@@ -1,0 +1,95 @@
+"""The description of all routes, and requests that follow it, well formed and not (schemathesis)."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import schemathesis
+from daemon_in_loop import in_loop, running_daemon
+from fake_models import QWEN_INFILL
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from quantd.daemon.app import ROUTES
+from quantd.engine.request import Request
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+# What is not served at all is a 501, as documented, and these change which models there are.
+NOT_SERVED = {"/api/push", "/v1/rerank", "/v1/reranking"}
+CHANGES_MODELS = {"/api/pull", "/api/create", "/api/copy", "/api/delete"}
+
+
+def name_known_models(case: schemathesis.Case) -> None:
+    """Most requests are for a model that there is, so that they get beyond its name."""
+    if case.operation.path in CHANGES_MODELS:
+        return
+    for part in (case.body, case.query):
+        if isinstance(part, dict) and isinstance(part.get("model"), str) and len(part["model"]) % 4:
+            part["model"] = "tiny"
+
+
+def send_all(url: str, max_examples: int) -> None:
+    """Send requests of each operation and look at the answers."""
+    for result in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
+        operation = result.ok()
+        if operation.path not in NOT_SERVED:
+            modes = (operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode)
+            send(st.one_of(*modes), url, max_examples)
+
+
+def send(cases: st.SearchStrategy[schemathesis.Case], url: str, max_examples: int) -> None:
+    @settings(
+        max_examples=max_examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases)
+    def check(case: schemathesis.Case) -> None:
+        name_known_models(case)
+        case.call_and_validate(base_url=url, checks=CHECKS)
+
+    check()
+
+
+def ends_soon(request: Request) -> list[int]:
+    """Two tokens and an end, again and again."""
+    return [40, 41, 513] * 200
+
+
+@in_loop
+async def test_whatever_follows_the_description_has_a_described_answer() -> None:
+    async with running_daemon(ends_soon, tokens=QWEN_INFILL) as daemon:
+        await asyncio.to_thread(send_all, f"http://127.0.0.1:{daemon.port}", 4)
+
+
+@in_loop
+async def test_every_route_is_described() -> None:
+    async with running_daemon() as daemon:
+        _, document = await daemon.get("/openapi.json")
+        described = {
+            (method.upper(), re.sub(r"\{\w+\}", "x", path.removeprefix("/v1")))
+            for path, operations in document["paths"].items()
+            for method in operations
+        }
+        served = {(route.method, re.sub(r"\{\w+(:[^/]*)?\}", "x", route.path)) for route in ROUTES}
+        assert described == served
+        assert all(
+            operation["summary"]
+            for operations in document["paths"].values()
+            for operation in operations.values()
+        )
