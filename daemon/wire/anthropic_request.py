@@ -15,7 +15,7 @@ import msgspec
 from quantd.daemon.errors import ThreadsUnsupportedError
 from quantd.daemon.service import ChatRequest, Options, ToolChoice
 from quantd.daemon.wire.anthropic_messages import MessageBody, neutral_messages
-from quantd.daemon.wire.body import refuse_unsupported, sampling, stop_strings
+from quantd.daemon.wire.body import function_tool, refuse_unsupported, sampling, stop_strings
 from quantd.engine.errors import RequestError
 
 
@@ -35,17 +35,11 @@ class ToolBody(msgspec.Struct, frozen=True):
         return self.type in (None, "custom")
 
     def neutral(self, where: str) -> dict[str, Any]:
-        """The tool in OpenAI's form, its keys in one order whatever the client's. Raises RequestError."""
-        for name in ("name", "input_schema"):
-            if getattr(self, name) is None:
-                raise RequestError(f"{where}.{name} is missing", f"{where}.{name}")
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = self.input_schema
-        if self.strict is not None:
-            function["strict"] = self.strict
-        return {"type": "function", "function": function}
+        """The tool in OpenAI's form. Raises RequestError."""
+        if self.name is None or self.input_schema is None:
+            missing = "name" if self.name is None else "input_schema"
+            raise RequestError(f"{where}.{missing} is missing", f"{where}.{missing}")
+        return function_tool(self.name, self.description, self.input_schema, self.strict)
 
 
 class ToolChoiceBody(msgspec.Struct, frozen=True):

@@ -127,3 +127,21 @@ def texts_or_ids(value: str | list[Any], name: str) -> list[str | list[int]]:
 
 def _is_id_list(item: object) -> bool:
     return isinstance(item, list) and all(type(token_id) is int for token_id in item)
+
+
+def function_tool(
+    name: str, description: str | None, parameters: dict[str, Any], strict: bool | None
+) -> dict[str, Any]:
+    """A tool in OpenAI's form for chats, its keys in one order, whatever the client's."""
+    function: dict[str, Any] = {"name": name}
+    if description is not None:
+        function["description"] = description
+    function["parameters"] = parameters
+    if strict is not None:
+        function["strict"] = strict
+    return {"type": "function", "function": function}
+
+
+def thinks(effort: str | None) -> bool | None:
+    """Whether an effort, in OpenAI's words, asks for reasoning; how much is up to templates that read it."""
+    return None if effort is None else effort not in ("none", "minimal")

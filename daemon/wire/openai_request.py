@@ -26,13 +26,13 @@ from quantd.daemon.wire.body import (
     sampling,
     stop_strings,
     texts_or_ids,
+    thinks,
 )
 from quantd.daemon.wire.openai_tools import (
     Choice,
     Effort,
     FunctionChoice,
     functions,
-    thinking,
     tool_choice,
 )
 from quantd.engine.errors import RequestError
@@ -159,7 +159,7 @@ class ChatBody(_Fields, frozen=True, kw_only=True):
             tools=functions(self.tools) if self.tools else None,
             tool_choice=tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            thinking=thinking(self.reasoning_effort),
+            thinking=thinks(self.reasoning_effort),
             documents=self.documents,
             template_variables=self._template_variables(),
             options=self.options(self._max_tokens(), self._num_logprobs()),

@@ -59,8 +59,3 @@ def functions(tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 f"tools[{i}].type: {kind!r} is not supported, only function", f"tools[{i}].type"
             )
     return [{"type": "function", **tool} for tool in tools]
-
-
-def thinking(effort: Effort | None) -> bool | None:
-    """Whether to reason first; how much is left to the template, which may look the effort up."""
-    return None if effort is None else effort not in ("none", "minimal")

@@ -15,7 +15,7 @@ import msgspec
 
 from quantd.daemon.response_store import Item
 from quantd.daemon.service import ChatRequest, Options, ToolChoice
-from quantd.daemon.wire.body import refuse_unsupported, sampling
+from quantd.daemon.wire.body import function_tool, refuse_unsupported, sampling, thinks
 from quantd.daemon.wire.responses_input import Content, neutral_messages
 from quantd.engine.errors import RequestError
 
@@ -54,13 +54,8 @@ class ToolBody(msgspec.Struct, frozen=True):
         """The tool in OpenAI's form for chats. Raises RequestError."""
         if self.name is None:
             raise RequestError(f"{where}.name is missing", f"{where}.name")
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
-        if self.strict is not None:
-            function["strict"] = self.strict
-        return {"type": "function", "function": function}
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        return function_tool(self.name, self.description, parameters, self.strict)
 
 
 Mode: TypeAlias = Literal["none", "auto", "required"]
@@ -104,7 +99,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
             tools=tools or None,
             tool_choice=_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
-            thinking=None if effort is None else effort not in ("none", "minimal"),
+            thinking=thinks(effort),
             template_variables={} if effort is None else {"reasoning_effort": effort},
             options=self._options(),
         )
