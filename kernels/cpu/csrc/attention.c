@@ -140,7 +140,6 @@ static void attend(const qd_attention_args *a, const qd_step *step, long index, 
   long splits = parallel_splits(a, step, thread->num_threads);
   memset(&t, 0, sizeof t);
   lay_out(&t, a, thread->scratch);
-  memset(t.queries, 0, (size_t)(tile_rows(a) * t.padded_dim) * sizeof(float));
   find_tile(&t, step, index / splits);
   long seen = t.from[0] / GROUP * GROUP, end = t.to[t.num_rows - 1];
   long first = splits > 1 ? index % splits : seen / SPLIT, last = splits > 1 ? first + 1 : ceil_div(end, SPLIT);

@@ -14,6 +14,13 @@ static void quantize_query(tile *t, long row, const float *q) {
   t->q_sum[row] = -KEY_SHIFT * sum;
 }
 
+static void copy_query(tile *t, long row, const float *q) {
+  long dim = t->a->heads.head_dim;
+  float *to = t->queries + row * t->padded_dim;
+  memcpy(to, q, (size_t)dim * sizeof(float));
+  memset(to + dim, 0, (size_t)(t->padded_dim - dim) * sizeof(float));
+}
+
 void load_queries(tile *t) {
   const qd_attention_args *a = t->a;
   long dim = a->heads.head_dim;
@@ -23,7 +30,7 @@ void load_queries(tile *t) {
     if (a->int8_queries)
       quantize_query(t, row, q);
     else
-      memcpy(t->queries + row * t->padded_dim, q, (size_t)dim * sizeof(float));
+      copy_query(t, row, q);
   }
 }
 

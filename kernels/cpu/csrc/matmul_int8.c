@@ -21,8 +21,8 @@ typedef struct {
 INLINE long tile_code_bytes(tile_form f) { return f.fine ? CHUNKS * (long)sizeof(paired) : f.planes * PLANE_BYTES; }
 INLINE long tile_block_bytes(tile_form f) { return tile_code_bytes(f) + f.parts * 2 * LANES * 4; }
 
-/* Where codes come from: a block of them, of `bits` bits (a constant), and the block of a tile that keeps them, or NULL;
- * with bits 0 the block of a tile. */
+/* Where codes come from: a block of them, of `bits` bits (a constant), and the block of a tile that keeps them, or
+ * NULL; with bits 0 the block of a tile. */
 typedef struct {
   int bits;
   const uint8_t *block;
