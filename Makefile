@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 MODEL ?= smollm2
 QUESTION ?= What is the capital of France?
 
-.PHONY: run test check bench clean
+.PHONY: run test check bench clients clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -27,6 +27,10 @@ bench: $(VENV)/.bench
 	$(BIN)/python tests/bench/peers.py $(if $(TEXT),--text "$(TEXT)") $(if $(LLAMA_SERVER),--llama-server "$(LLAMA_SERVER)")
 	@set -e; for script in $(filter-out %/peers.py,$(wildcard tests/bench/*.py)); do \
 	  echo "== $$script"; $(BIN)/python "$$script"; done
+
+# Needs npm. The first run installs 3 GB of clients below build/. CLIENTS: some of them, by name.
+clients: $(VENV)/.test
+	$(BIN)/python tests/clients/run.py $(CLIENTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
