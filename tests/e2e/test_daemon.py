@@ -207,6 +207,34 @@ def test_cached_prompts_give_the_same_text(served: Served) -> None:
     assert shared["choices"][0]["text"] == alone["choices"][0]["text"]
 
 
+def test_a_saved_prompt_is_cached_again_once_it_is_restored(served: Served) -> None:
+    body = {"prompt": [20 + i * i % 97 for i in range(200)], "n_predict": 1, "id_slot": 1}
+
+    def cached() -> int:
+        status, reply = served.post("/completion", body)
+        assert status == 200, reply
+        return reply["tokens_cached"]
+
+    assert (cached(), cached()) == (0, 192)
+    assert served.post("/slots/1?action=save", {"filename": "a.bin"})[1]["n_saved"] == 200
+    for action in ("erase", "restore"):
+        assert served.post("/slots/1?action=erase", {})[1]["n_erased"] == 200
+        if action == "restore":
+            assert served.post("/slots/1?action=restore", {"filename": "a.bin"})[1]["n_restored"] == 200
+        assert cached() == (192 if action == "restore" else 0)
+
+
+def test_the_steps_of_a_long_prompt_are_told(served: Served) -> None:
+    body = {"prompt": [30 + i * i % 89 for i in range(200)], "n_predict": 1}
+    body |= {"stream": True, "return_progress": True, "cache_prompt": False}
+    with served.http() as http:
+        frames = http.post("/completion", json=body).text.split("\n\n")
+    events = [json.loads(frame.removeprefix("data: ")) for frame in frames if frame.startswith("data: ")]
+    told = [event["prompt_progress"] for event in events if "prompt_progress" in event]
+    assert [progress["processed"] for progress in told] == [64, 128, 192, 200]
+    assert {(progress["total"], progress["cache"]) for progress in told} == {(200, 0)}
+
+
 def test_choices_and_seeds(served: Served) -> None:
     body = case("c12c") | {"max_tokens": 8}
     choices = served.complete(body)["choices"]
