@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import random
 from collections.abc import Sequence
 from typing import Any
 
 import llguidance
+import numpy as np
 import pytest
 import tokenizers
 from fake_models import chat_tokenizer
+from jsonschema import Draft202012Validator
 
 from quantd.daemon.answer_grammar import AnswerGrammar
 from quantd.daemon.reasoning import ReasoningTags, Start
+from quantd.daemon.scanner import ReadOutput
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.daemon.tool_formats import families
-from quantd.daemon.tool_formats.format import CallRules, Tool, ToolFormat
+from quantd.daemon.tool_formats.format import CallRules, Calls, Tool, ToolFormat
 from quantd.daemon.tool_formats.lark import Lark
 
 FORMATS: dict[str, ToolFormat] = {
@@ -198,3 +204,49 @@ def test_an_answer_of_a_form(checker: Checker) -> None:
     format = families.LLAMA.triggered()
     llama = checker.grammar(format, CallRules(TOOLS), None, "over", JSON_FORM)
     assert checker.allows(llama, '{"a": 1}') and checker.allows(llama, format.write([LEVEL_CALL]))
+
+
+def drawn(checker: Checker, grammar: str, rng: random.Random) -> str | None:
+    """A random text that the grammar allows; None where it did not come to an end."""
+    matcher = llguidance.LLMatcher(checker.masks, grammar, log_level=0)
+    ids: list[int] = []
+    while not matcher.is_stopped() and len(ids) < 400:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        allowed = [int(token) for token in np.flatnonzero(bits)]
+        ends = [token for token in allowed if token == checker.masks.eos_token]
+        # Ends come often, and so does what closes strings and objects, else few texts would end.
+        closing = [token for token in allowed if checker.tokenizer.token_bytes(token) in CLOSING]
+        ids.append(rng.choice(ends if ends and rng.random() < 0.5 else closing or allowed))
+        assert matcher.consume_token(ids[-1]), matcher.get_error()
+    if not matcher.is_stopped():
+        return None
+    return checker.tokenizer.decode(
+        [token for token in ids if token != checker.masks.eos_token], special=True
+    )
+
+
+CLOSING = {b'"', b"}", b"]", b",", b":"}
+
+
+@formats
+@checkers
+def test_all_that_a_grammar_allows_is_read_as_calls_of_the_tools(checker: Checker, name: str) -> None:
+    format = FORMATS[name]
+    grammar = checker.grammar(format, CallRules(TOOLS, required=True))
+    schemas = {tool.name: tool.parameters for tool in TOOLS}
+    rng, num_read = random.Random(7), 0
+    for _ in range(12):
+        text = drawn(checker, grammar, rng)
+        if text is None:
+            continue
+        parser = ReadOutput(lambda scanner: format.read(scanner, Calls(schemas, str)), frozenset())
+        pieces = [*parser.feed(text), *parser.flush()]
+        assert not any(piece.text for piece in pieces), text
+        deltas = [piece.tool_call for piece in pieces if piece.tool_call is not None]
+        for index, calls in itertools.groupby(deltas, lambda delta: delta.index):
+            first, *parts = calls
+            assert first.name is not None, index
+            arguments = json.loads("".join(part.arguments for part in parts))
+            Draft202012Validator(schemas[first.name]).validate(arguments)
+        num_read += 1
+    assert num_read > 3
