@@ -317,7 +317,7 @@ class Service:
             request = Request(
                 id=f"{generation_id}-{index}",
                 prompt=ids,
-                sampling=_sampling(options, model, number, echoed is not None, len(ids)),
+                sampling=_sampling(options, model, number, echoed is not None, len(ids), grammar),
                 salt=options.cache_salt,
                 reports_progress=options.reports_progress,
             )
@@ -354,7 +354,7 @@ def _completed(options: Options, preset: Preset) -> Options:
 
 
 def _sampling(
-    options: Options, model: LoadedModel, number: int, echo: bool, prompt_len: int
+    options: Options, model: LoadedModel, number: int, echo: bool, prompt_len: int, grammar: str | None
 ) -> SamplingParams:
     """The engine's parameters of a prompt's choice `number`."""
     known = model.sampling_defaults(options.usual)
@@ -375,6 +375,7 @@ def _sampling(
         logit_bias=bias | sampling.logit_bias,
         max_tokens=_max_tokens(sampling.max_tokens, options.context_len, prompt_len),
         stop_token_ids=tuple(dict.fromkeys(ends + sampling.stop_token_ids)),
+        grammar=grammar,
         prompt_logprobs=sampling.logprobs if echo else None,
     )
 
@@ -436,8 +437,6 @@ def _call_rules(request: ChatRequest) -> CallRules | None:
     required = choice.mode == "required"
     if required and not called:
         raise RequestError("tool_choice: required needs tools to choose from", "tool_choice")
-    if required:
-        raise RequestError("tool_choice: required is not supported yet", "tool_choice")
     if choice.mode == "none" or not called:
         return None
     parallel = request.parallel_tool_calls and choice.name is None

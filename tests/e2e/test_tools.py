@@ -1,0 +1,115 @@
+"""Tool calls and structured answers of a small real model through the daemon: cases c01, c27 and c29."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_daemon import CHAT, Served, case, serve
+
+from quantd.daemon.store import Store
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "city": {"type": "string", "maxLength": 20},
+                "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+            },
+            "required": ["city", "unit"],
+            "additionalProperties": False,
+        },
+    },
+}
+QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+@pytest.fixture(scope="module")
+def served(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    home = tmp_path_factory.mktemp("home")
+    Store(home / "models").import_path(smollm2, "smollm2")
+    with serve(home, "smollm2", "--kv-memory", "64MiB") as daemon:
+        yield daemon
+
+
+def streamed(served: Served, body: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """The deltas of a stream with one choice, and why it finished."""
+    with served.http() as http:
+        text = http.post(CHAT, json=body | {"stream": True}).text
+    *frames, done, end = text.split("\n\n")
+    assert done == "data: [DONE]" and not end
+    choices = [json.loads(frame.removeprefix("data: "))["choices"][0] for frame in frames if frame[0] != ":"]
+    (reason,) = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    return [choice["delta"] for choice in choices], reason
+
+
+def calls_of(deltas: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Names and joined arguments; checks what each delta may hold."""
+    calls: list[tuple[str, str]] = []
+    ids = set()
+    for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
+        if call["index"] == len(calls):
+            assert call.keys() == {"index", "id", "type", "function"} and call["type"] == "function"
+            assert call["function"]["arguments"] == ""
+            calls.append((call["function"]["name"], ""))
+            ids.add(call["id"])
+        else:
+            assert call.keys() == {"index", "function"} and call["function"].keys() == {"arguments"}
+            name, arguments = calls[call["index"]]
+            calls[call["index"]] = (name, arguments + call["function"]["arguments"])
+    assert len(ids) == len(calls)
+    return calls
+
+
+@pytest.mark.parametrize("name", ["c29", "c29b"])
+def test_forced_calls(served: Served, name: str) -> None:
+    body = case(name)
+    deltas, reason = streamed(served, body)
+    ((called, arguments),) = calls_of(deltas)
+    expected = {"c29": {}, "c29b": {"level": 42, "opts": {"hold": True}}}[name]
+    assert json.loads(arguments) == expected and reason == "tool_calls"
+    assert not any(delta.get("content") for delta in deltas)
+    status, reply = served.post(CHAT, body | {"stream": False})
+    assert status == 200
+    (choice,) = reply["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": called, "arguments": arguments}
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+
+
+def test_a_named_function(served: Served) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    choice = {"type": "function", "function": {"name": "get_weather"}}
+    body = {"messages": QUESTION, "tools": [other, WEATHER], "tool_choice": choice, "temperature": 0}
+    deltas, reason = streamed(served, body)
+    ((name, arguments),) = calls_of(deltas)
+    assert (name, reason) == ("get_weather", "stop")
+    assert json.loads(arguments).keys() == {"city", "unit"}
+    status, reply = served.post(CHAT, body)
+    assert status == 200 and reply["choices"][0]["finish_reason"] == "stop"
+
+
+def test_several_answers_each_with_a_call(served: Served) -> None:
+    body = {"messages": QUESTION, "tools": [WEATHER], "tool_choice": "required", "n": 3, "seed": 1}
+    status, reply = served.post(CHAT, body)
+    assert status == 200
+    calls = [choice["message"]["tool_calls"][0] for choice in reply["choices"]]
+    assert len({call["id"] for call in calls}) == 3
+    for call in calls:
+        assert json.loads(call["function"]["arguments"])["unit"] in ("celsius", "fahrenheit")
+
+
+def test_free_to_call_or_not(served: Served) -> None:
+    body = {"messages": QUESTION, "tools": [WEATHER], "temperature": 0, "max_tokens": 60}
+    for choice in ("auto", "none"):
+        status, reply = served.post(CHAT, body | {"tool_choice": choice})
+        assert status == 200
+        message = reply["choices"][0]["message"]
+        assert message["content"] or (choice == "auto" and message["tool_calls"])
