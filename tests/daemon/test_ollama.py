@@ -493,13 +493,13 @@ async def test_tools_and_reasoning_of_a_model_that_has_both() -> None:
 
 @in_loop
 async def test_a_call_that_is_held_back_for_long_shows_life() -> None:
-    said = '<tool_call>\n{"name": "f", "arguments": {"text": "' + "so much " * 8 + '"}}\n</tool_call>'
+    said = '<tool_call>\n{"name": "f", "arguments": {"text": "' + "so much " * 30 + '"}}\n</tool_call>'
     script = [*chat_tokenizer().encode(said).ids, 513]
     template = CHATML + "{{ tools }}<tool_call>"
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    async with running_daemon(lambda _: script, template, timing=Timing(ping_seconds=0.05)) as daemon:
+    async with running_daemon(lambda _: script, template, timing=Timing(ping_seconds=0.01)) as daemon:
         await daemon.service.load("tiny")
-        daemon.engine._step = functools.partial(asyncio.sleep, 0.01)
+        daemon.engine._step = functools.partial(asyncio.sleep, 0.002)
         *signs, last = await lines(daemon, CHAT, {"model": "tiny", "messages": HI, "tools": tools})
-        assert len(signs) > 2 and {line["message"]["content"] for line in signs} == {""}
+        assert len(signs) > 20 and {line["message"]["content"] for line in signs} == {""}
         assert len(last["message"]["tool_calls"]) == 1
