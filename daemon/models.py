@@ -9,48 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from quantd.daemon.chat_format import ChatFormat
 from quantd.daemon.embedding_head import EmbeddingHead
 from quantd.daemon.errors import ModelNotFoundError
-from quantd.daemon.infill_formats import infill_writer
 from quantd.daemon.keep_alive import KeepAlive
+from quantd.daemon.loaded_model import Engine, LoadedModel, ModelEntry, Progress
 from quantd.daemon.model_files import model_sampling
 from quantd.daemon.preset import Preset
-from quantd.daemon.templates import ChatTemplate
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError, EngineDiedError, RequestError
-from quantd.engine.messages import ModelInfo, Stats
-from quantd.engine.request import Request, TokenEvent
+from quantd.engine.messages import Stats
 
 _log = logging.getLogger(__name__)
 # An engine answers between two steps; one that does not is left out.
 _STATS_SECONDS = 5.0
-
-Progress = Callable[[int, int], None]
-State = Literal["loading", "ready", "unloading"]
-
-
-class Engine(Protocol):
-    """A running engine process, as `quantd.engine.client.EngineClient` is one."""
-
-    @property
-    def info(self) -> ModelInfo: ...
-
-    @property
-    def died(self) -> asyncio.Future[str]: ...
-
-    def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]: ...
-
-    def forget(self, prompt: Sequence[int]) -> None: ...
-
-    async def stats(self) -> Stats: ...
-
-    async def close(self) -> None: ...
 
 
 class StoredModel(Protocol):
@@ -93,121 +69,6 @@ class ModelStore(Protocol):
 
 StartEngine = Callable[[EngineConfig, Progress], Awaitable[Engine]]
 MakeConfig = Callable[[Path, Mapping[str, Any]], EngineConfig]
-
-
-class LoadedModel:
-    """A model that answers.
-
-    defaults: what its author says of sampling, as fields of SamplingParams for requests that leave them
-    open. preset: what else it brings to them. head: how it embeds. chat: how it chats, if it does, and
-    tool_chat with tools. infill: writes its prompts towards a suffix, if it knows any. num_requests: those
-    that hold it.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        defaults: Mapping[str, float],
-        preset: Preset,
-        head: EmbeddingHead,
-        keep_alive: KeepAlive,
-    ) -> None:
-        self.name = name
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.defaults = defaults
-        self.preset = preset
-        self.head = head
-        self.keep_alive = keep_alive
-        self.chat = _chat_format(tokenizer.template, tokenizer)
-        self.tool_chat = _chat_format(tokenizer.tool_template, tokenizer) or self.chat
-        self.infill = infill_writer(tokenizer)
-        self.num_requests = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @property
-    def context_len(self) -> int:
-        """Tokens, prompt and answer, that a request may have which does not ask for more itself."""
-        served, own = self.engine.info.max_request_len, self.preset.context_len
-        return served if own is None else min(served, own)
-
-    def sampling_defaults(self, usual: Mapping[str, float]) -> dict[str, float]:
-        """SamplingParams fields for what a request leaves open; `usual` where no author says."""
-        return {**(self.defaults or usual), **self.preset.sampling}
-
-    def acquire(self) -> None:
-        """Keep the model in memory until `release`."""
-        self.num_requests += 1
-        self._idle.clear()
-        self.keep_alive.stop()
-
-    def release(self, stay: float | None = None) -> None:
-        """One request holds the model no more, and asks for it to stay so many seconds (see KeepAlive)."""
-        self.num_requests -= 1
-        self.keep_alive.ask(stay)
-        if not self.num_requests:
-            self._idle.set()
-            self.keep_alive.start()
-
-    async def wait_idle(self) -> None:
-        """Return once no request holds the model."""
-        await self._idle.wait()
-
-
-def _chat_format(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatFormat | None:
-    return None if template is None else ChatFormat(template, tokenizer)
-
-
-class ModelEntry:
-    """A model on its way into memory, in it, or on its way out. progress: (done, total) bytes of weights."""
-
-    def __init__(self, name: str, config: EngineConfig) -> None:
-        self.name = name
-        self.config = config
-        self.state: State = "loading"
-        self.progress = (0, 0)
-        self.load: asyncio.Task[LoadedModel]
-        self.unload: asyncio.Task[None] | None = None
-        self.gone = asyncio.Event()
-        self._watchers: set[asyncio.Queue[None]] = set()
-
-    @property
-    def model(self) -> LoadedModel | None:
-        """The model, once it is loaded."""
-        failed = not self.load.done() or self.load.cancelled() or self.load.exception()
-        return None if failed else self.load.result()
-
-    async def loaded(self) -> LoadedModel:
-        """Wait for the load; the waiter's own end does not end it. Raises what the load raised."""
-        await asyncio.wait({self.load})
-        if self.load.cancelled():
-            raise EngineDiedError(f"{self.name} was unloaded while it was being loaded")
-        return self.load.result()
-
-    def report(self, done: int, total: int) -> None:
-        """Note how far the load is."""
-        self.progress = (done, total)
-        self._wake()
-
-    def _wake(self) -> None:
-        for watcher in self._watchers:
-            if watcher.empty():
-                watcher.put_nowait(None)
-
-    async def watch(self) -> AsyncIterator[tuple[int, int]]:
-        """The progress now and after each change, until the load is over."""
-        watcher: asyncio.Queue[None] = asyncio.Queue()
-        self._watchers.add(watcher)
-        self.load.add_done_callback(lambda _: self._wake())
-        try:
-            while not self.load.done():
-                yield self.progress
-                await watcher.get()
-        finally:
-            self._watchers.discard(watcher)
 
 
 class Models:

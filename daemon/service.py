@@ -30,9 +30,10 @@ from quantd.daemon.errors import NoInfillError, OverloadedError
 from quantd.daemon.generation import Choice, Echo, Generation, Head, Usage
 from quantd.daemon.infill import InfillPrompt, InfillText, InfillWriter
 from quantd.daemon.line_rules import LineRules
+from quantd.daemon.loaded_model import LoadedModel
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.model_files import USUAL_SAMPLING
-from quantd.daemon.models import LoadedModel, Models
+from quantd.daemon.models import Models
 from quantd.daemon.output_parser import OutputParser, PlainOutput
 from quantd.daemon.preset import Preset
 from quantd.daemon.templates import Message

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from quantd.daemon.models import ModelEntry
+from quantd.daemon.loaded_model import ModelEntry
 from quantd.daemon.routes.keys import CONTROL, SERVICE
 from quantd.daemon.routes.route import MODEL_REFUSALS, Route
 from quantd.daemon.wire.errors import fault_of, json_response, openai_error

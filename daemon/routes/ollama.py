@@ -11,7 +11,7 @@ from aiohttp import web
 
 from quantd.daemon.durations import LONGEST
 from quantd.daemon.generation import Generation, collect
-from quantd.daemon.models import LoadedModel, ModelEntry
+from quantd.daemon.loaded_model import LoadedModel, ModelEntry
 from quantd.daemon.routes.keys import CARDS, SERVICE, TIMING
 from quantd.daemon.routes.route import MODEL_REFUSALS, NDJSON, Handler, Route
 from quantd.daemon.service import ChatRequest, CompletionRequest, InfillRequest, Service

@@ -9,8 +9,8 @@ import msgspec
 
 from quantd.daemon.capabilities import capabilities_of
 from quantd.daemon.generation import Answer, Delta, Generation, Head, ScoredToken, Usage
+from quantd.daemon.loaded_model import LoadedModel
 from quantd.daemon.model_files import USUAL_SAMPLING
-from quantd.daemon.models import LoadedModel
 from quantd.daemon.wire.errors import Fault, fault_of
 from quantd.daemon.wire.llama_server_options import OptionFields
 from quantd.daemon.wire.stream import sse_frame

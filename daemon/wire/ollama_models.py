@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from quantd.daemon.derive import parent_of
+from quantd.daemon.loaded_model import LoadedModel
 from quantd.daemon.model_card import ModelCard
-from quantd.daemon.models import LoadedModel
 from quantd.daemon.preset import Preset
 from quantd.daemon.store import full_name
 from quantd.daemon.wire.ollama import local_time

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantd.daemon.errors import ModelNotFoundError
-from quantd.daemon.models import Progress
+from quantd.daemon.loaded_model import Progress
 from quantd.daemon.store import plain_name
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import EngineDiedError
