@@ -147,12 +147,14 @@ class InfillRequest:
 
 @dataclass(frozen=True)
 class _Prompts:
-    """Prompts in tokens. echoed: to be repeated before the answers, as sent, None for token ids.
+    """Prompts in tokens. field: of the request, that they were made of.
 
-    num_left_out: files that had no room.
+    echoed: to be repeated before the answers, as sent, None for token ids. num_left_out: files that had no
+    room.
     """
 
     ids: Sequence[list[int]]
+    field: str = "messages"
     echoed: Sequence[str | None] | None = None
     num_left_out: int = 0
 
@@ -203,12 +205,8 @@ class Service:
             loaded = time.monotonic() - started
             ids = await _raw_prompts(model.tokenizer, request.prompts)
             texts = [prompt if isinstance(prompt, str) else None for prompt in request.prompts]
-            prompts = _Prompts(ids, echoed=texts if request.echo else None)
-            try:
-                return self._generate(model, prompts, options, held, loaded)
-            except ContextLengthError as error:
-                error.param = "prompt"
-                raise
+            prompts = _Prompts(ids, field="prompt", echoed=texts if request.echo else None)
+            return self._generate(model, prompts, options, held, loaded)
 
     async def infill(self, request: InfillRequest) -> Generation:
         """Start to fill a gap. Raises as `chat`, also where the model knows no prompts for it."""
@@ -219,7 +217,7 @@ class Service:
             writer = _infill_writer(model)
             prompt = await _infill_prompt(model, writer, request)
             options = _infill_options(model, writer, request)
-            prompts = _Prompts([prompt.ids], num_left_out=prompt.num_left_out)
+            prompts = _Prompts([prompt.ids], field="prompt", num_left_out=prompt.num_left_out)
             return self._generate(model, prompts, options, held, loaded)
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
@@ -322,7 +320,11 @@ class Service:
                 salt=options.cache_salt,
                 reports_progress=options.reports_progress,
             )
-            model.engine.info.check_request(request, options.context_len)
+            try:
+                model.engine.info.check_request(request, options.context_len)
+            except ContextLengthError as error:
+                error.param = prompts.field
+                raise
             scored = request.sampling.logprobs is not None
             echo = None if echoed is None else Echo(model.tokenizer, ids, echoed[place], scored)
             lines, parser = options.lines.limit(), new_parser()

@@ -100,6 +100,7 @@ async def test_a_gap_that_does_not_fit_is_told_with_both_numbers() -> None:
         status, reply = await daemon.post(COMPLETIONS, GAP | {"prompt": "a b " * 400})
         assert status == 400 and reply["error"]["code"] == "context_length_exceeded"
         assert reply["error"]["n_ctx"] == 512 and reply["error"]["n_prompt_tokens"] > 512
+        assert reply["error"]["param"] == "prompt"
 
 
 @in_loop
