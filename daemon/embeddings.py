@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from quantd.daemon.deltas import Usage
 from quantd.daemon.errors import GenerationError
-from quantd.daemon.generation import TokenSource, Usage
+from quantd.daemon.generation import TokenSource
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.errors import ContextLengthError, RequestError
 from quantd.engine.messages import ModelInfo

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from quantd.daemon.content_end import Finish
-from quantd.daemon.generation import Delta, Generation
+from quantd.daemon.deltas import Delta
+from quantd.daemon.generation import Generation
 
 Kind: TypeAlias = Literal["reasoning", "content", "tool_call"]
 

@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.answers import collect
 from quantd.daemon.embeddings import floats
 from quantd.daemon.errors import NoInfillError, NotServedError
-from quantd.daemon.generation import Generation, collect
+from quantd.daemon.generation import Generation
 from quantd.daemon.routes.keys import CONTROL, SERVICE, SLOTS, TIMING
 from quantd.daemon.routes.llama_server_slots import SLOT_ROUTES
 from quantd.daemon.routes.route import JSON, MODEL_REFUSALS, SSE, Handler, Route

@@ -9,10 +9,10 @@ from typing import Any
 
 from aiohttp import web
 
-from quantd.daemon.generation import collect
+from quantd.daemon.answers import collect
+from quantd.daemon.requests import CompletionRequest, Options
 from quantd.daemon.routes.keys import SERVICE, SLOTS
 from quantd.daemon.routes.route import MODEL_REFUSALS, Route
-from quantd.daemon.service import CompletionRequest, Options
 from quantd.daemon.wire import llama_server
 from quantd.daemon.wire.errors import Fault, json_response
 from quantd.daemon.wire.llama_server_request import SlotBody, SlotQuery, SlotsQuery

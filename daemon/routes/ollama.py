@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.answers import collect
 from quantd.daemon.durations import LONGEST
-from quantd.daemon.generation import Generation, collect
+from quantd.daemon.generation import Generation
 from quantd.daemon.loaded_model import LoadedModel, ModelEntry
+from quantd.daemon.requests import ChatRequest, CompletionRequest, InfillRequest
 from quantd.daemon.routes.keys import CARDS, SERVICE, TIMING
 from quantd.daemon.routes.route import MODEL_REFUSALS, NDJSON, Handler, Route
-from quantd.daemon.service import ChatRequest, CompletionRequest, InfillRequest, Service
+from quantd.daemon.service import Service
 from quantd.daemon.wire import ollama, ollama_models
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.ollama_embeddings import EmbedBody, EmbeddingsBody, embed_object, vector_json

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
-from quantd.daemon.generation import collect
+from quantd.daemon.answers import collect
+from quantd.daemon.requests import InfillRequest
 from quantd.daemon.routes.keys import SERVICE, TIMING
 from quantd.daemon.routes.route import JSON, MODEL_REFUSALS, SSE, Handler, Route
-from quantd.daemon.service import InfillRequest
 from quantd.daemon.wire import openai
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.openai_embeddings import EmbeddingBody

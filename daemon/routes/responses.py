@@ -8,11 +8,12 @@ from typing import Any
 from aiohttp import web
 
 from quantd.daemon.errors import PreviousResponseError, ResponseNotFoundError
+from quantd.daemon.requests import ChatRequest
 from quantd.daemon.response_store import Item, ResponseStore, StoredResponse
 from quantd.daemon.routes.keys import BACKGROUND, RESPONSES, SERVICE, TIMING
 from quantd.daemon.routes.route import MODEL_REFUSALS, SSE, Route
 from quantd.daemon.sections import Sections, collect_sections
-from quantd.daemon.service import ChatRequest, Service
+from quantd.daemon.service import Service
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.responses import Reply, item_page
 from quantd.daemon.wire.responses_input import input_items

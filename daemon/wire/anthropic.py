@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from quantd.daemon.generation import Delta, Head, Usage
+from quantd.daemon.deltas import Delta, Head, Usage
 from quantd.daemon.loaded_model import LoadedModel
 from quantd.daemon.sections import Kind, Section, Sections
 from quantd.daemon.wire.anthropic_request import PageQuery

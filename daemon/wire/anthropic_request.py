@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quantd.daemon.errors import ThreadsUnsupportedError
-from quantd.daemon.service import ChatRequest, Options, ToolChoice
+from quantd.daemon.requests import ChatRequest, Options, ToolChoice
 from quantd.daemon.wire.anthropic_messages import MessageBody, neutral_messages
 from quantd.daemon.wire.body import function_tool, refuse_unsupported, sampling, stop_strings
 from quantd.engine.errors import RequestError

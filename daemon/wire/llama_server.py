@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from quantd.daemon.answers import Answer
 from quantd.daemon.capabilities import capabilities_of
-from quantd.daemon.generation import Answer, Delta, Generation, Head, ScoredToken, Usage
+from quantd.daemon.deltas import Delta, Head, ScoredToken, Usage
+from quantd.daemon.generation import Generation
 from quantd.daemon.loaded_model import LoadedModel
 from quantd.daemon.model_files import USUAL_SAMPLING
 from quantd.daemon.wire.errors import Fault, fault_of

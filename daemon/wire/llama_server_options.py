@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from quantd.daemon.line_rules import LineRules
-from quantd.daemon.service import Options
+from quantd.daemon.requests import Options
 from quantd.daemon.wire.body import check_range, refuse_unsupported, sampling, stop_strings
 from quantd.engine.errors import RequestError
 from quantd.engine.request import MAX_LOGPROBS

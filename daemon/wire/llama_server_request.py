@@ -8,7 +8,7 @@ import msgspec
 
 from quantd.daemon.embeddings import EmbeddingRequest
 from quantd.daemon.infill import InfillText, SourceFile
-from quantd.daemon.service import CompletionRequest, InfillRequest
+from quantd.daemon.requests import CompletionRequest, InfillRequest
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.daemon.wire.body import texts_or_ids
 from quantd.daemon.wire.llama_server_options import OptionFields

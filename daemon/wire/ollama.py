@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Protocol
 
 import msgspec
 
-from quantd.daemon.generation import Answer, Delta, Head, ScoredToken, Usage
+from quantd.daemon.answers import Answer
+from quantd.daemon.deltas import Delta, Head, ScoredToken, Usage
 from quantd.daemon.sections import Section, Sections
 from quantd.daemon.wire.errors import Fault, fault_of
 from quantd.daemon.wire.lines import NDJSON, json_line

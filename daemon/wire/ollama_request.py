@@ -17,7 +17,7 @@ from quantd.daemon.capabilities import Capabilities
 from quantd.daemon.constraints import Constraint
 from quantd.daemon.durations import parse_duration
 from quantd.daemon.infill import InfillText
-from quantd.daemon.service import ChatRequest, CompletionRequest, InfillRequest, Options
+from quantd.daemon.requests import ChatRequest, CompletionRequest, InfillRequest, Options
 from quantd.daemon.templates import Message
 from quantd.daemon.wire.body import check_range, sampling, stop_strings
 from quantd.daemon.wire.ollama_messages import MessageBody, neutral_messages, refuse_images

@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from quantd.daemon.generation import Answer, Delta, Head, ScoredToken, Usage
+from quantd.daemon.answers import Answer
+from quantd.daemon.deltas import Delta, Head, ScoredToken, Usage
 from quantd.daemon.loaded_model import LoadedModel
 from quantd.daemon.wire.errors import fault_of, openai_error
 from quantd.daemon.wire.stream import sse_frame

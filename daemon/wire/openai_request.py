@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from quantd.daemon.infill import InfillText
-from quantd.daemon.service import ChatRequest, CompletionRequest, InfillRequest, Options
+from quantd.daemon.requests import ChatRequest, CompletionRequest, InfillRequest, Options
 from quantd.daemon.templates import Message
 from quantd.daemon.wire.body import (
     SAMPLING_FIELDS,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from quantd.daemon.service import ToolChoice
+from quantd.daemon.requests import ToolChoice
 from quantd.engine.errors import RequestError
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from quantd.daemon.generation import Head, Usage
+from quantd.daemon.deltas import Head, Usage
 from quantd.daemon.response_store import Item
 from quantd.daemon.sections import Section, Sections
 from quantd.daemon.wire.errors import Fault, fault_of

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
+from quantd.daemon.requests import ChatRequest, Options, ToolChoice
 from quantd.daemon.response_store import Item
-from quantd.daemon.service import ChatRequest, Options, ToolChoice
 from quantd.daemon.wire.body import function_tool, refuse_unsupported, sampling, thinks
 from quantd.daemon.wire.responses_input import Content, neutral_messages
 from quantd.engine.errors import RequestError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from quantd.daemon.generation import Delta, Head, Usage
+from quantd.daemon.deltas import Delta, Head, Usage
 from quantd.daemon.sections import Section, Sections
 from quantd.daemon.wire.responses import Reply, final_status
 from quantd.daemon.wire.responses_output import Event, Status

@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 from aiohttp import web
 
-from quantd.daemon.generation import Delta, Generation, Head, Usage
+from quantd.daemon.deltas import Delta, Head, Usage
+from quantd.daemon.generation import Generation
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 
 from hypothesis import strategies as st
 
-from quantd.daemon.generation import Delta
+from quantd.daemon.deltas import Delta
 from quantd.daemon.output_parser import ToolCallDelta
 
 DELTAS = (

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from quantd.daemon.generation import Delta, Head, Usage
+from quantd.daemon.deltas import Delta, Head, Usage
 from quantd.daemon.output_parser import ToolCallDelta
 from quantd.daemon.sections import Sections
 from quantd.daemon.wire import anthropic

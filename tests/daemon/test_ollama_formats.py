@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from quantd.daemon.generation import Answer, Delta, Head, ToolCall, Usage
+from quantd.daemon.answers import Answer, ToolCall
+from quantd.daemon.deltas import Delta, Head, Usage
 from quantd.daemon.output_parser import ToolCallDelta
 from quantd.daemon.wire import ollama
 from quantd.daemon.wire.ollama_messages import MessageBody, neutral_messages

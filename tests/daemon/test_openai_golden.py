@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from quantd.daemon.generation import Answer, Delta, Head, ScoredToken, Usage
+from quantd.daemon.answers import Answer
+from quantd.daemon.deltas import Delta, Head, ScoredToken, Usage
 from quantd.daemon.wire import openai
 from quantd.engine.errors import ContextLengthError
 

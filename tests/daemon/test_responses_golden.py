@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from quantd.daemon.deltas import Delta, Head, Usage
 from quantd.daemon.errors import GenerationError, OverloadedError
-from quantd.daemon.generation import Delta, Head, Usage
 from quantd.daemon.sections import Sections
 from quantd.daemon.wire.responses import Reply
 from quantd.daemon.wire.responses_request import ResponsesBody
