@@ -67,7 +67,7 @@ class Cards:
 
     def __init__(self, models: Models) -> None:
         self._models = models
-        self._known: dict[Path, tuple[int, ModelCard]] = {}
+        self._known: dict[str, tuple[int, ModelCard]] = {}
 
     async def get(self, name: str | None) -> ModelCard:
         """The card of the model that requests with this name go to.
@@ -82,9 +82,9 @@ class Cards:
 
     async def _read(self, stored: StoredModel) -> ModelCard:
         stamp = stored.path.stat().st_mtime_ns
-        known = self._known.get(stored.path)
+        known = self._known.get(stored.name)
         if known is None or known[0] != stamp:
-            known = self._known[stored.path] = stamp, await asyncio.to_thread(ModelCard.read, stored)
+            known = self._known[stored.name] = stamp, await asyncio.to_thread(ModelCard.read, stored)
         return known[1]
 
     def context_len(self, card: ModelCard) -> int | None:

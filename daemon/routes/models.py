@@ -8,8 +8,10 @@ from typing import Any
 from aiohttp import web
 
 from quantd.daemon.errors import ModelNotFoundError
-from quantd.daemon.routes.keys import SERVICE
+from quantd.daemon.model_card import ModelCard
+from quantd.daemon.routes.keys import CARDS, SERVICE
 from quantd.daemon.routes.route import Route
+from quantd.daemon.store import plain_name
 from quantd.daemon.wire import anthropic, openai
 from quantd.daemon.wire.anthropic_request import PageQuery
 from quantd.daemon.wire.body import read_query
@@ -18,7 +20,7 @@ from quantd.daemon.wire.errors import json_response
 
 async def list_models(request: web.Request) -> web.StreamResponse:
     """GET /v1/models"""
-    models = list(_models(request).values())
+    models = list((await _models(request)).values())
     if anthropic.VERSION_HEADER in request.headers:
         return json_response(anthropic.page_object(models, read_query(request, PageQuery)))
     return json_response({"object": "list", "data": models})
@@ -27,21 +29,24 @@ async def list_models(request: web.Request) -> web.StreamResponse:
 async def show_model(request: web.Request) -> web.StreamResponse:
     """GET /v1/models/{id}, where the id may hold / and :"""
     name = request.match_info["id"].rstrip("/")
-    models = _models(request)
-    if name not in models:
+    models = await _models(request)
+    if plain_name(name) not in models:
         raise ModelNotFoundError(f"no model {name!r} is here; quantd list shows those that are")
-    return json_response(models[name])
+    return json_response(models[plain_name(name)])
 
 
-def _models(request: web.Request) -> dict[str, dict[str, Any]]:
+async def _models(request: web.Request) -> dict[str, dict[str, Any]]:
     """All models by name, in the form that the request's dialect has for them."""
-    models = request.app[SERVICE].models
-    form = anthropic.model_object if anthropic.VERSION_HEADER in request.headers else openai.model_object
-    loaded = {entry.name: entry.model for entry in models.entries}
-    return {
-        stored.name: form(stored.name, int(stored.created), loaded.get(stored.name))
-        for stored in models.store.list()
-    }
+    cards = request.app[CARDS]
+    loaded = {entry.name: entry.model for entry in request.app[SERVICE].models.entries}
+
+    def told(card: ModelCard) -> dict[str, Any]:
+        stored, context_len = card.stored, cards.context_len(card)
+        if anthropic.VERSION_HEADER in request.headers:
+            return anthropic.model_object(stored, context_len)
+        return openai.model_object(stored, context_len, loaded.get(stored.name))
+
+    return {card.stored.name: told(card) for card in await cards.all()}
 
 
 MODEL_ROUTES: Sequence[Route] = (

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from quantd.daemon.deltas import Delta, Head, Usage
-from quantd.daemon.loaded_model import LoadedModel
+from quantd.daemon.models import StoredModel
 from quantd.daemon.sections import Kind, Section, Sections
 from quantd.daemon.wire.anthropic_request import PageQuery
 from quantd.daemon.wire.errors import Fault, fault_of
@@ -192,14 +192,13 @@ def _reason(fault: Fault) -> str:
     return f"prompt is too long: {prompt_len} tokens > {limit - 1} maximum ({fault.message})"
 
 
-def model_object(name: str, created: int, model: LoadedModel | None) -> dict[str, Any]:
-    """One entry of /v1/models. The context is known only of models in memory."""
-    context_len = None if model is None else model.context_len
-    moment = datetime.datetime.fromtimestamp(created, datetime.UTC)
+def model_object(stored: StoredModel, context_len: int | None) -> dict[str, Any]:
+    """One entry of /v1/models."""
+    moment = datetime.datetime.fromtimestamp(int(stored.created), datetime.UTC)
     return {
         "type": "model",
-        "id": name,
-        "display_name": name,
+        "id": stored.name,
+        "display_name": stored.name,
         "created_at": moment.isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
         "max_input_tokens": context_len,

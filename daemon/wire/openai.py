@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from quantd.daemon.answers import Answer
 from quantd.daemon.deltas import Delta, Head, ScoredToken, Usage
 from quantd.daemon.loaded_model import LoadedModel
+from quantd.daemon.models import StoredModel
 from quantd.daemon.wire.errors import fault_of, openai_error
 from quantd.daemon.wire.stream import sse_frame
 
@@ -236,12 +237,14 @@ def token_text(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def model_object(name: str, created: int, model: LoadedModel | None) -> dict[str, Any]:
-    """One entry of /v1/models, with vLLM's and llama-server's extras for a model in memory."""
-    entry = {"id": name, "object": "model", "created": created, "owned_by": "quantd"}
+def model_object(stored: StoredModel, context_len: int | None, model: LoadedModel | None) -> dict[str, Any]:
+    """One entry of /v1/models, with vLLM's extras, and llama-server's for a model in memory."""
+    entry = {"id": stored.name, "object": "model", "created": int(stored.created), "owned_by": "quantd"}
+    if context_len is not None:
+        entry |= {"max_model_len": context_len, "context_length": context_len}
     if model is None:
         return entry | {"meta": None}
-    info, context_len = model.engine.info, model.context_len
+    info = model.engine.info
     meta = {
         "n_ctx": context_len,
         "n_ctx_train": context_len,
@@ -249,4 +252,4 @@ def model_object(name: str, created: int, model: LoadedModel | None) -> dict[str
         "n_embd": info.hidden_size,
         "size": info.weight_bytes,
     }
-    return entry | {"max_model_len": context_len, "context_length": context_len, "meta": meta}
+    return entry | {"meta": meta}

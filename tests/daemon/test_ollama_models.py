@@ -74,6 +74,7 @@ async def test_the_context_is_the_one_that_is_served() -> None:
         configure(daemon)
         info = (await shown(daemon))["model_info"]
         assert info["general.architecture"] == "llama" and info["llama.context_length"] == 8192
+        assert (await daemon.get("/v1/models/tiny"))[1]["max_model_len"] == 8192
         assert info["general.parameter_count"] == 134_515_008 and info["llama.embedding_length"] == 576
         await daemon.service.load("tiny")
         running = await listed(daemon, "/api/ps")

@@ -543,6 +543,7 @@ async def test_models_and_tolerant_paths() -> None:
             "owned_by": "quantd",
             "meta": None,
         }
+        assert (await daemon.get("/v1/models/tiny:latest"))[1]["id"] == "tiny"
         for spelling in ("/v1/models/org/name:q4", "/models/org%2Fname%3Aq4/", "/v1/models/org%2Fname:q4"):
             status, entry = await daemon.get(spelling)
             assert (status, entry.get("id")) == (200, "org/name:q4"), spelling

@@ -334,6 +334,24 @@ def test_a_killed_engine_is_told_and_replaced(served: Served) -> None:
     assert served.engine().pid != old.pid
 
 
+def test_letting_a_model_go_gives_its_memory_back(served: Served) -> None:
+    engine = served.engine()
+    status, reply = served.post("/api/generate", {"model": "tiny", "keep_alive": 0})
+    assert (status, reply["done_reason"]) == (200, "unload")
+    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+    options = {"num_predict": 8, "temperature": 0}
+    body = {"model": "tiny", "messages": STORY, "stream": False, "options": options, "keep_alive": -1}
+    status, reply = served.post("/api/chat", body)
+    assert status == 200 and reply["eval_count"] == 8 and reply["load_duration"] > 10**6
+    assert served.engine().pid != engine.pid
+    _, openai_reply = served.post(
+        CHAT, {"model": "tiny", "messages": STORY, "max_tokens": 8, "temperature": 0}
+    )
+    choice = openai_reply["choices"][0]["message"]
+    assert choice["content"] == reply["message"]["content"]
+    assert openai_reply["usage"]["prompt_tokens"] == reply["prompt_eval_count"]
+
+
 def test_sigterm_lets_requests_finish(tiny_home: Path) -> None:
     with serve(tiny_home, "tiny", "--kv-memory", "32MiB") as daemon:
         engine = daemon.engine()
