@@ -230,7 +230,10 @@ class ChatBody(_Fields, frozen=True, kw_only=True):
         """The neutral request to a model that can so much. Raises RequestError."""
         if self.tools and not can.tools:
             raise lacks(self.model, "tools", "tools")
-        return self.chat(neutral_messages(self.messages or []), can, tools=self.tools or None)
+        messages = neutral_messages(self.messages or [])
+        # As there, an answer that has begun goes on.
+        begun = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+        return self.chat(messages, can, tools=self.tools or None, continues=begun)
 
 
 def lacks(model: str, capability: str, param: str) -> RequestError:

@@ -344,6 +344,20 @@ async def test_a_model_without_a_chat_template_goes_on_from_the_prompt() -> None
         assert "no chat template" in await refusal(daemon, CHAT, {"model": "tiny", "messages": HI})
 
 
+@pytest.mark.parametrize("begun", ["Sure, ", "x", ""])
+def test_an_answer_that_has_begun_goes_on(begun: str) -> None:
+    async def go_on() -> None:
+        async with running_daemon() as daemon:
+            messages = [*HI, {"role": "assistant", "content": begun}]
+            body = {"model": "tiny", "messages": messages, "stream": False, "options": {"num_predict": 3}}
+            status, reply = await daemon.post(CHAT, body)
+            assert status == 200 and reply["eval_count"] == 3
+            prompt = daemon.service.models.entries[0].model.tokenizer.decode(daemon.engine.seen[0].prompt)
+            assert prompt == "user\nhi\nassistant\n" + begun
+
+    in_loop(go_on)()
+
+
 @in_loop
 async def test_a_suffix_is_infill_also_an_empty_one() -> None:
     async with running_daemon(tokens=QWEN_INFILL) as daemon:
