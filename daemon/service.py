@@ -15,6 +15,7 @@ from functools import partial
 
 from quantd.daemon.chat_format import Prompt
 from quantd.daemon.choice import Choice, Echo
+from quantd.daemon.constraints import Constraint
 from quantd.daemon.deltas import Head, Usage
 from quantd.daemon.embeddings import (
     MOST_AT_ONCE,
@@ -109,7 +110,8 @@ class Service:
             ids = await raw_prompts(model.tokenizer, request.prompts)
             texts = [prompt if isinstance(prompt, str) else None for prompt in request.prompts]
             prompts = _Prompts(ids, field="prompt", echoed=texts if request.echo else None)
-            return self._generate(model, prompts, options, held, loaded)
+            grammar = await _raw_grammar(options.constraint)
+            return self._generate(model, prompts, options, held, loaded, grammar=grammar)
 
     async def infill(self, request: InfillRequest) -> Generation:
         """Start to fill a gap. Raises as `chat`, also where the model knows no prompts for it."""
@@ -121,7 +123,8 @@ class Service:
             prompt = await infill_prompt(model, writer, request)
             options = infill_options(model, writer, request)
             prompts = _Prompts([prompt.ids], field="prompt", num_left_out=prompt.num_left_out)
-            return self._generate(model, prompts, options, held, loaded)
+            grammar = await _raw_grammar(options.constraint)
+            return self._generate(model, prompts, options, held, loaded, grammar=grammar)
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
         """The vectors of some texts, however many.
@@ -244,3 +247,8 @@ class Service:
             prompt=prompts.ids[0],
         )
         return Generation(head, model.engine, jobs, options.n, self.metrics, on_close, load_seconds)
+
+
+async def _raw_grammar(constraint: Constraint | None) -> str | None:
+    """What an answer without any form of a chat's may be, written beside the event loop, as that may take."""
+    return None if constraint is None else await asyncio.to_thread(constraint.grammar)

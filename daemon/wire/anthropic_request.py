@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from quantd.daemon.constraints import Constraint, JsonSchema
 from quantd.daemon.errors import ThreadsUnsupportedError
 from quantd.daemon.requests import ChatRequest, Options, ToolChoice
 from quantd.daemon.wire.anthropic_messages import MessageBody, neutral_messages
@@ -147,7 +148,13 @@ class MessagesBody(CountBody, frozen=True, kw_only=True):
         given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         params, left_open = sampling(given, max_tokens=self.max_tokens)
         stop = stop_strings(self.stop_sequences, "stop_sequences")
-        return Options(sampling=params, open=left_open, stop=stop)
+        return Options(sampling=params, open=left_open, stop=stop, constraint=self._constraint())
+
+    def _constraint(self) -> Constraint | None:
+        """What the answer must be, by the present name of the field or the one it had before."""
+        config = None if self.output_config is None else self.output_config.format
+        format = config or self.output_format
+        return None if format is None else JsonSchema(format.schema, "output_config.format")
 
 
 def _tool_choice(choice: ToolChoiceBody | None) -> ToolChoice:

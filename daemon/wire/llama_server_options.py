@@ -14,9 +14,10 @@ from typing import Any
 
 import msgspec
 
+from quantd.daemon.constraints import Constraint, JsonSchema, written_grammar
 from quantd.daemon.line_rules import LineRules
 from quantd.daemon.requests import Options
-from quantd.daemon.wire.body import check_range, refuse_unsupported, sampling, stop_strings
+from quantd.daemon.wire.body import check_range, sampling, stop_strings
 from quantd.engine.errors import RequestError
 from quantd.engine.request import MAX_LOGPROBS
 
@@ -100,7 +101,7 @@ class OptionFields(msgspec.Struct, frozen=True, kw_only=True):
     n_probs: int | None = None
     post_sampling_probs: bool | None = None
     grammar: str | None = None
-    json_schema: Any = None
+    json_schema: dict[str, Any] | None = None
     n_cmpl: int | None = None
     n: int | None = None
     n_indent: int | None = None
@@ -149,7 +150,16 @@ class OptionFields(msgspec.Struct, frozen=True, kw_only=True):
             biased_texts=texts,
             lines=self._lines(),
             reports_progress=self.streams and bool(self.return_progress),
+            constraint=self._constraint(),
         )
+
+    def _constraint(self) -> Constraint | None:
+        """What the answer must be; an empty grammar is none."""
+        if self.grammar and self.json_schema is not None:
+            raise RequestError("json_schema: give it or a grammar, not both", "json_schema")
+        if self.json_schema is not None:
+            return JsonSchema(self.json_schema, "json_schema")
+        return written_grammar(self.grammar, "grammar") if self.grammar else None
 
     def _refuse_other_sampling(self) -> None:
         for name, is_off in _OFF.items():
@@ -161,9 +171,6 @@ class OptionFields(msgspec.Struct, frozen=True, kw_only=True):
                 "post_sampling_probs is not supported: n_probs tells probabilities before sampling",
                 "post_sampling_probs",
             )
-        if self.grammar:
-            raise RequestError("grammar is not supported yet", "grammar")
-        refuse_unsupported(self, ("json_schema",))
 
     def _sampling(self) -> dict[str, Any]:
         """Sampling by neutral names; None where the model's own counts."""

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from quantd.daemon.capabilities import Capabilities
-from quantd.daemon.constraints import Constraint
+from quantd.daemon.constraints import Constraint, JsonObject, JsonSchema
 from quantd.daemon.durations import parse_duration
 from quantd.daemon.infill import InfillText
 from quantd.daemon.requests import ChatRequest, CompletionRequest, InfillRequest, Options
@@ -255,4 +255,8 @@ def constraint_of(format: str | dict[str, Any] | None) -> Constraint | None:
     """What `format` wants of an answer. Raises RequestError."""
     if not format:
         return None
-    raise RequestError("format is not supported yet", "format")
+    if isinstance(format, dict):
+        return JsonSchema(format, "format")
+    if format != "json":
+        raise RequestError(f'format must be "json" or a JSON schema, got {format!r}', "format")
+    return JsonObject("format")

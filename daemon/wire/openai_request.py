@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from quantd.daemon.constraints import Constraint, JsonSchema, written_grammar
 from quantd.daemon.infill import InfillText
 from quantd.daemon.requests import ChatRequest, CompletionRequest, InfillRequest, Options
 from quantd.daemon.templates import Message
@@ -22,7 +23,6 @@ from quantd.daemon.wire.body import (
     SAMPLING_FIELDS,
     check_range,
     read_arguments,
-    refuse_unsupported,
     sampling,
     stop_strings,
     texts_or_ids,
@@ -34,6 +34,13 @@ from quantd.daemon.wire.openai_tools import (
     FunctionChoice,
     functions,
     tool_choice,
+)
+from quantd.daemon.wire.structured import (
+    ResponseFormat,
+    StructuredOutputs,
+    format_constraint,
+    only,
+    structured,
 )
 from quantd.engine.errors import RequestError
 from quantd.engine.request import MAX_LOGPROBS
@@ -70,10 +77,14 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     cache_salt: str | None = None
-    response_format: dict[str, Any] | None = None
-    grammar: Any = None
-    json_schema: Any = None
-    structured_outputs: Any = None
+    response_format: ResponseFormat | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @property
     def streams(self) -> bool:
@@ -86,9 +97,6 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
 
     def options(self, max_tokens: int | None, logprobs: int | None) -> Options:
         """The neutral options. Raises RequestError naming a field that is out of bounds or unsupported."""
-        refuse_unsupported(self, ("grammar", "json_schema", "structured_outputs"))
-        if self.response_format is not None and self.response_format.get("type") != "text":
-            raise RequestError("response_format: only type text is supported yet", "response_format")
         n = 1 if self.n is None else self.n
         if not 1 <= n <= MAX_CHOICES:
             raise RequestError(f"n must be between 1 and {MAX_CHOICES}, got {n}", "n")
@@ -108,6 +116,28 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
             stop=stop_strings(self.stop),
             ignore_eos=bool(self.ignore_eos),
             cache_salt=self.cache_salt or "",
+            constraint=self._constraint(),
+        )
+
+    def _constraint(self) -> Constraint | None:
+        """The one form that the answer must have. Raises RequestError where it is asked for two."""
+        return only(
+            [
+                format_constraint(self.response_format),
+                None if self.grammar is None else written_grammar(self.grammar, "grammar"),
+                None if self.json_schema is None else JsonSchema(self.json_schema, "json_schema"),
+                structured(self.structured_outputs, "structured_outputs"),
+                structured(self._guided(), "guided_"),
+            ]
+        )
+
+    def _guided(self) -> StructuredOutputs:
+        """vLLM's older names for the fields of structured_outputs."""
+        return StructuredOutputs(
+            json=self.guided_json,
+            regex=self.guided_regex,
+            choice=self.guided_choice,
+            grammar=self.guided_grammar,
         )
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
+from quantd.daemon.constraints import Constraint, JsonObject, JsonSchema
 from quantd.daemon.requests import ChatRequest, Options, ToolChoice
 from quantd.daemon.response_store import Item
 from quantd.daemon.wire.body import function_tool, refuse_unsupported, sampling, thinks
@@ -142,7 +143,17 @@ class ResponsesBody(CountBody, frozen=True, kw_only=True):
             raise RequestError(f"max_output_tokens must be at least 1, got {limit}", "max_output_tokens")
         given = {"temperature": self.temperature, "top_p": self.top_p}
         params, left_open = sampling(given, max_tokens=limit)
-        return Options(sampling=params, open=left_open)
+        return Options(sampling=params, open=left_open, constraint=self._constraint())
+
+    def _constraint(self) -> Constraint | None:
+        format = None if self.text is None else self.text.format
+        if format is None or format.type == "text":
+            return None
+        if format.schema is not None:
+            return JsonSchema(format.schema, "text.format")
+        if format.type == "json_schema":
+            raise RequestError("text.format.schema is missing", "text.format")
+        return JsonObject("text.format")
 
     def _refuse_unsupported(self) -> None:
         if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):

@@ -168,6 +168,10 @@ def test_odd_tool_arguments_are_no_fault_of_the_daemon(arguments: str) -> None:
     in_loop(post)()
 
 
+def schema_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
 BAD_CHAT = [
     (case("c10"), "top_logprobs"),
     (case("c10c"), "seed"),
@@ -207,8 +211,14 @@ BAD_CHAT = [
     ({"messages": [{"role": "usr", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"content": "x"}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": schema_format({"not": {"type": "string"}})}, "response_format"),
+    ({"response_format": schema_format({"$ref": "http://elsewhere/schema"})}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "response_format"),
     ({"grammar": "root ::= x"}, "grammar"),
+    ({"guided_regex": "["}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": []}, "functions"),
 ]

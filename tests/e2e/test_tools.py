@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from test_daemon import CHAT, Served, case, serve
 
@@ -113,3 +115,75 @@ def test_free_to_call_or_not(served: Served) -> None:
         assert status == 200
         message = reply["choices"][0]["message"]
         assert message["content"] or (choice == "auto" and message["tool_calls"])
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 20}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "name": "city", "schema": CITY}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        (
+            CHAT,
+            {"messages": QUESTION, "response_format": {"type": "json_schema", "json_schema": NAMED}},
+            ("choices", 0, "message", "content"),
+        ),
+        ("/v1/completions", {"prompt": "The city: ", "guided_json": CITY}, ("choices", 0, "text")),
+        (
+            "/v1/messages",
+            {"messages": QUESTION, "output_config": {"format": {"type": "json_schema", "schema": CITY}}},
+            ("content", 0, "text"),
+        ),
+        (
+            "/v1/responses",
+            {"input": "hi", "text": {"format": NAMED}},
+            ("output", 0, "content", 0, "text"),
+        ),
+        ("/api/chat", {"messages": QUESTION, "format": CITY, "stream": False}, ("message", "content")),
+        ("/api/generate", {"prompt": "A city", "format": CITY, "stream": False}, ("response",)),
+        ("/completion", {"prompt": "The city: ", "json_schema": CITY, "n_predict": 60}, ("content",)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_every_surface_keeps_to_a_schema(
+    served: Served, path: str, body: dict[str, Any], place: tuple[str | int, ...]
+) -> None:
+    status, answer = served.post(path, {"model": "smollm2", "max_tokens": 60} | body)
+    assert status == 200, answer
+    for key in place:
+        answer = answer[key]
+    value = json.loads(answer)
+    assert value.keys() == {"city"} and len(value["city"]) <= 20
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"guided_choice": ["red", "dark blue"]}, "red|dark blue"),
+        ({"guided_regex": "[0-9]{3}/[a-z]{2}"}, "[0-9]{3}/[a-z]{2}"),
+        ({"grammar": 'root ::= "a" [bc] [bc]? "d"'}, "a[bc][bc]?d"),
+        ({"structured_outputs": {"grammar": "start: /x{3}/"}}, "xxx"),
+    ],
+    ids=str,
+)
+def test_other_forms(served: Served, fields: dict[str, Any], pattern: str) -> None:
+    status, answer = served.post("/v1/completions", {"prompt": "It is ", "max_tokens": 40} | fields)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    assert choice["finish_reason"] == "stop" and re.fullmatch(pattern, choice["text"]), choice
+
+
+def test_case_c27(served: Served) -> None:
+    body = case("c27")
+    status, answer = served.post(CHAT, body | {"model": "smollm2", "max_tokens": 300})
+    assert status == 200, answer
+    schema = body["response_format"]["json_schema"]["schema"]
+    choice = answer["choices"][0]
+    if choice["finish_reason"] == "stop":
+        jsonschema.validate(json.loads(choice["message"]["content"]), schema)

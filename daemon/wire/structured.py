@@ -1,0 +1,81 @@
+"""The fields by which OpenAI's clients say what form an answer must have.
+
+Sources: OpenAI API reference (response_format); vLLM's structured_outputs and, before them, guided_*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from quantd.daemon.constraints import (
+    Choice,
+    Constraint,
+    JsonObject,
+    JsonSchema,
+    Regex,
+    written_grammar,
+)
+from quantd.engine.errors import RequestError
+
+
+class NamedSchema(msgspec.Struct, frozen=True):
+    name: str = ""
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    schema: dict[str, Any] | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """One of its fields is given."""
+
+    json: dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+def format_constraint(format: ResponseFormat | None) -> Constraint | None:
+    """What response_format asks for. llama-server's clients put the schema beside its type."""
+    if format is None or format.type == "text":
+        return None
+    schema = format.schema if format.json_schema is None else format.json_schema.schema
+    if schema is not None:
+        return JsonSchema(schema)
+    if format.type == "json_schema":
+        raise RequestError("response_format.json_schema.schema is missing", "response_format")
+    return JsonObject()
+
+
+def structured(fields: StructuredOutputs | None, prefix: str) -> Constraint | None:
+    """What one of these fields asks for. prefix: of their names in messages."""
+    if fields is None:
+        return None
+    where = prefix if prefix.endswith("_") else f"{prefix}."
+    return only(
+        [
+            None if fields.json is None else JsonSchema(fields.json, f"{where}json"),
+            None if fields.regex is None else Regex(fields.regex, f"{where}regex"),
+            None if fields.choice is None else Choice(fields.choice, f"{where}choice"),
+            None if fields.grammar is None else written_grammar(fields.grammar, f"{where}grammar"),
+            JsonObject(f"{where}json_object") if fields.json_object else None,
+        ]
+    )
+
+
+def only(constraints: Sequence[Constraint | None]) -> Constraint | None:
+    """The one that is given. Raises RequestError where there are two."""
+    given = [constraint for constraint in constraints if constraint is not None]
+    if len(given) > 1:
+        raise RequestError(
+            "response_format: an answer has one form; give one schema or grammar", "response_format"
+        )
+    return given[0] if given else None
