@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from quantd.daemon.capabilities import Capabilities, read_capabilities
 from quantd.daemon.model_files import read_json
@@ -16,6 +16,16 @@ from quantd.daemon.preset import Preset
 from quantd.daemon.store import MANIFEST
 from quantd.daemon.template_files import template_source
 from quantd.daemon.tokenizer import end_names
+from quantd.quant.gguf_index import INDEX_NAME, read_gguf_index
+from quantd.quant.safetensors_file import read_index
+
+
+class Tensor(NamedTuple):
+    """A tensor of a weight file; type: in the file's own spelling."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,13 @@ class ModelCard:
             (folder / "modules.json").is_file(),
             Preset.read(folder),
         )
+
+    def tensors(self) -> list[Tensor]:
+        """What the weight files hold. Raises CheckpointError."""
+        folder = self.stored.path
+        if (folder / INDEX_NAME).is_file():
+            return [Tensor(item.name, item.type, item.shape) for item in read_gguf_index(folder).tensors]
+        return [Tensor(name, info.dtype, info.shape) for name, info in read_index(folder).items()]
 
     def number(self, key: str) -> int | None:
         """A whole number of config.json, None where it has none."""

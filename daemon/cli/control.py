@@ -11,7 +11,7 @@ import msgspec
 
 from quantd.daemon.cli.client import DaemonClient, find_daemon
 from quantd.daemon.cli.options import client_options, json_option, model_argument, settings_options
-from quantd.daemon.cli.output import format_bytes, print_json, print_table, progress
+from quantd.daemon.cli.output import format_bytes, format_time_left, print_json, print_table, progress
 from quantd.daemon.config import EngineOptions, client_sockets, parse_flags
 from quantd.daemon.errors import DaemonError
 from quantd.engine.messages import ModelInfo
@@ -56,7 +56,7 @@ def ps_command(socket: str | None, host: str | None, as_json: bool) -> None:
     if as_json:
         print_json(models)
     else:
-        header = ("NAME", "STATE", "SIZE", "KV", "CONTEXT", "RUNNING", "WAITING")
+        header = ("NAME", "STATE", "SIZE", "KV", "CONTEXT", "RUNNING", "WAITING", "UNLOADS IN")
         print_table(header, [_ps_row(model) for model in models])
 
 
@@ -116,11 +116,12 @@ def describe(info: ModelInfo) -> str:
 def _ps_row(model: dict[str, Any]) -> tuple[object, ...]:
     """A line of `ps`. SIZE is all the memory a model takes, CONTEXT the tokens that one request can have."""
     if model["info"] is None:
-        return model["name"], model["state"], "-", "-", "-", "-", "-"
+        return model["name"], model["state"], "-", "-", "-", "-", "-", "-"
     info, stats = _info(model["info"]), model["stats"] or {}
     size, cache = format_bytes(info.weight_bytes + info.kv_bytes), format_bytes(info.kv_bytes)
     counts = (stats.get("num_running", "-"), stats.get("num_waiting", "-"))
-    return (model["name"], model["state"], size, f"{info.kv_dtype} {cache}", info.max_request_len, *counts)
+    kv, left = f"{info.kv_dtype} {cache}", format_time_left(model.get("unloads_in"))
+    return model["name"], model["state"], size, kv, info.max_request_len, *counts, left
 
 
 def _info(fields: object) -> ModelInfo:

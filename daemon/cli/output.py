@@ -38,6 +38,16 @@ def format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
+def format_time_left(seconds: float | None) -> str:
+    """A time to go in its largest unit, "never" for None."""
+    if seconds is None:
+        return "never"
+    for size, unit in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{round(seconds / size)} {unit}"
+    return f"{round(seconds)} s"
+
+
 @contextmanager
 def progress() -> Iterator[Progress]:
     """What long work calls with (stage, bytes done, total or None): bars on a terminal, else plain lines."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -47,12 +48,14 @@ async def status(request: web.Request) -> web.StreamResponse:
 def _model_status(entry: ModelEntry, stats: Stats | None) -> dict[str, Any]:
     done, total = entry.progress
     model = entry.model
+    left = math.inf if model is None else model.keep_alive.seconds_left
     return {
         "name": entry.name,
         "state": entry.state,
         "progress": {"done": done, "total": total},
         "info": None if model is None else msgspec.structs.asdict(model.engine.info),
         "stats": None if stats is None else msgspec.structs.asdict(stats),
+        "unloads_in": left if math.isfinite(left) else None,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from quantd.daemon.service import Service
 from quantd.daemon.wire import ollama, ollama_models
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.ollama_embeddings import EmbedBody, EmbeddingsBody, embed_object, vector_json
-from quantd.daemon.wire.ollama_library import NameBody, required
+from quantd.daemon.wire.ollama_library import ShowBody, required
 from quantd.daemon.wire.ollama_request import ChatBody, GenerateBody
 from quantd.daemon.wire.stream import send_stream
 
@@ -105,11 +106,13 @@ async def tags(request: web.Request) -> web.StreamResponse:
     return json_response({"models": [ollama_models.list_entry(card) for card in cards]})
 
 
-async def show(request: web.Request, body: NameBody) -> web.StreamResponse:
+async def show(request: web.Request, body: ShowBody) -> web.StreamResponse:
     """POST /api/show"""
     cards = request.app[CARDS]
     card = await cards.get(body.chosen)
-    return json_response(ollama_models.show_object(card, body.chosen, cards.context_len(card)))
+    tensors = await asyncio.to_thread(card.tensors) if body.verbose else ()
+    shown = ollama_models.show_object(card, body.chosen, cards.context_len(card), tensors)
+    return json_response(shown)
 
 
 async def running(request: web.Request) -> web.StreamResponse:
@@ -159,7 +162,7 @@ OLLAMA_ROUTES: Sequence[Route] = (
     ollama_route("POST", "/api/embed", embed, EmbedBody, refusals=MODEL_REFUSALS),
     ollama_route("POST", "/api/embeddings", embeddings, EmbeddingsBody, refusals=MODEL_REFUSALS),
     ollama_route("GET", "/api/tags", tags),
-    ollama_route("POST", "/api/show", show, NameBody, refusals=(404, 500)),
+    ollama_route("POST", "/api/show", show, ShowBody, refusals=(404, 500)),
     ollama_route("GET", "/api/ps", running),
     ollama_route("GET", "/api/version", version),
     ollama_route("GET", "/api/status", status),

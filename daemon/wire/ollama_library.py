@@ -53,6 +53,12 @@ def required(model: str, field: str = "model") -> str:
     return model
 
 
+class ShowBody(NameBody, frozen=True, kw_only=True):
+    """POST /api/show. verbose: with its tensors."""
+
+    verbose: bool | None = None
+
+
 class PullBody(NameBody, frozen=True, kw_only=True):
     """POST /api/pull"""
 

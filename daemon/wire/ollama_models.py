@@ -14,7 +14,7 @@ from typing import Any
 
 from quantd.daemon.derive import parent_of
 from quantd.daemon.loaded_model import LoadedModel
-from quantd.daemon.model_card import ModelCard
+from quantd.daemon.model_card import ModelCard, Tensor
 from quantd.daemon.preset import Preset
 from quantd.daemon.store import full_name
 from quantd.daemon.wire.ollama import local_time
@@ -104,7 +104,9 @@ def capabilities(card: ModelCard) -> list[str]:
     return ["completion", *(name for name, is_so in named.items() if is_so)]
 
 
-def show_object(card: ModelCard, name: str, context_len: int | None) -> dict[str, Any]:
+def show_object(
+    card: ModelCard, name: str, context_len: int | None, tensors: Sequence[Tensor] = ()
+) -> dict[str, Any]:
     """All of /api/show. name: as the request has it."""
     named = _parameters(card, context_len)
     parameters = [f"{key:<30} {json.dumps(value, ensure_ascii=False)}" for key, value in named]
@@ -118,6 +120,7 @@ def show_object(card: ModelCard, name: str, context_len: int | None) -> dict[str
         "messages": card.preset.messages,
         "details": details(card),
         "model_info": _model_info(card, name, context_len),
+        "tensors": [tensor._asdict() for tensor in tensors],
         "capabilities": capabilities(card),
         "modified_at": local_time(card.stored.created),
     }

@@ -32,7 +32,13 @@ STATUS = {
     "uptime_seconds": 61.5,
     "listening": ["unix:/x", "http://0.0.0.0:11999"],
     "models": [
-        {"name": "tiny", "state": "ready", "info": INFO, "stats": {"num_running": 2, "num_waiting": 1}},
+        {
+            "name": "tiny",
+            "state": "ready",
+            "info": INFO,
+            "stats": {"num_running": 2, "num_waiting": 1},
+            "unloads_in": 840.0,
+        },
         {"name": "big", "state": "loading", "progress": 0.5, "info": None, "stats": None},
     ],
 }

@@ -92,9 +92,9 @@ def test_wrong_usage_is_status_2(quantd) -> None:
 def test_ps_and_status(quantd, fake_daemon: FakeDaemon) -> None:
     at = {"QUANTD_SOCKET": str(fake_daemon.socket)}
     assert [line.split() for line in quantd("ps", **at).stdout.splitlines()] == [
-        ["NAME", "STATE", "SIZE", "KV", "CONTEXT", "RUNNING", "WAITING"],
-        ["tiny", "ready", "142.0", "MB", "int8", "50.0", "MB", "1600", "2", "1"],
-        ["big", "loading", "-", "-", "-", "-", "-"],
+        ["NAME", "STATE", "SIZE", "KV", "CONTEXT", "RUNNING", "WAITING", "UNLOADS", "IN"],
+        ["tiny", "ready", "142.0", "MB", "int8", "50.0", "MB", "1600", "2", "1", "14", "min"],
+        ["big", "loading", "-", "-", "-", "-", "-", "-"],
     ]
     assert json.loads(quantd("ps", "--json", **at).stdout) == STATUS["models"]
     assert json.loads(quantd("status", "--json", **at).stdout) == STATUS

@@ -28,6 +28,10 @@ async def test_load_tells_progress_and_the_models_info() -> None:
         (model,) = status["models"]
         assert (model["name"], model["state"]) == ("tiny", "ready")
         assert model["stats"]["blocks_free"] == 64 and model["info"] == last["info"]
+        assert model["unloads_in"] is None
+        await daemon.service.load("tiny", 600)
+        _, status = await daemon.get("/quantd/status")
+        assert 590 < status["models"][0]["unloads_in"] <= 600
         assert status["listening"] == ["unix"] and status["pid"] and status["uptime_seconds"] >= 0
         assert (await daemon.post("/quantd/unload", {"model": "tiny"}))[0] == 200
         assert (await daemon.get("/quantd/status"))[1]["models"] == []

@@ -132,9 +132,13 @@ async def test_files_that_are_sent_become_a_model(tmp_path: Path) -> None:
         assert lines[-1] == {"status": "success"} and {"status": "preparing"} in lines
         shown = await client.show("sent")
         assert (shown.details.format, shown.details.quantization_level) == ("gguf", "Q8_0")
+        _, verbose = await daemon.post("/api/show", {"model": "sent", "verbose": True})
+        assert {"name": "output_norm.weight", "type": "F32", "shape": [64]} in verbose["tensors"]
         folder = {path.name: await client.create_blob(path) for path in (tmp_path / "files").iterdir()}
         await client.create("folder", files=folder, system="Hi.")
         assert (await client.show("folder")).details.format == "safetensors"
+        _, verbose = await daemon.post("/api/show", {"model": "folder", "verbose": True})
+        assert verbose["tensors"] == [{"name": "a", "type": "F32", "shape": [8]}]
         blobs = list((daemon.store.root / ".blobs").iterdir())
         assert len(blobs) == len(folder) + 1
         await client.delete("sent")
