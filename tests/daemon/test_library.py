@@ -133,7 +133,7 @@ async def test_files_that_are_sent_become_a_model(tmp_path: Path) -> None:
         shown = await client.show("sent")
         assert (shown.details.format, shown.details.quantization_level) == ("gguf", "Q8_0")
         _, verbose = await daemon.post("/api/show", {"model": "sent", "verbose": True})
-        assert {"name": "output_norm.weight", "type": "F32", "shape": [64]} in verbose["tensors"]
+        assert {"name": "token_embd.weight", "type": "Q8_0", "shape": [263, 32]} in verbose["tensors"]
         folder = {path.name: await client.create_blob(path) for path in (tmp_path / "files").iterdir()}
         await client.create("folder", files=folder, system="Hi.")
         assert (await client.show("folder")).details.format == "safetensors"
