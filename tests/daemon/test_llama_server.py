@@ -396,6 +396,24 @@ def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], name: str) ->
 
 
 @in_loop
+async def test_what_an_answer_must_be_reaches_the_engine() -> None:
+    async with running_daemon(says("x"), tokens=QWEN_INFILL) as daemon:
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        for fields in ({"grammar": 'root ::= "x" | "y"'}, {"json_schema": schema}, {"json_schema": {}}):
+            for path in ("/completion", "/infill"):
+                body = {"prompt": "Say", "input_prefix": "", "input_suffix": "", "n_predict": 1}
+                status, reply = await daemon.post(path, body | fields)
+                assert status == 200, reply
+                assert daemon.engine.seen[-1].sampling.grammar is not None
+                assert reply["generation_settings"]["grammar"] == fields.get("grammar", "")
+        both = {"prompt": "x", "grammar": 'root ::= "x"', "json_schema": schema}
+        assert "json_schema" in (await refused(daemon, "/completion", both))["message"]
+        for name, rule in (("grammar", 'root ::= "x'), ("json_schema", {"not": {"type": "string"}})):
+            error = await refused(daemon, "/completion", {"prompt": "x", name: rule})
+            assert error["type"] == "invalid_request_error"
+
+
+@in_loop
 async def test_an_unwanted_cache_is_neither_read_nor_left() -> None:
     async with running_daemon(says("x")) as daemon:
         for _ in range(2):
