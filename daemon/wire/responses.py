@@ -68,10 +68,6 @@ class Reply:
         output = self.output(sections, "incomplete")
         return self._state("failed", output) | {"error": error_object(fault_of(error))}
 
-    def cancelled(self) -> dict[str, Any]:
-        """The response that its client did not want any more."""
-        return self._state("cancelled", [])
-
     def _state(self, status: str, output: Sequence[Item]) -> dict[str, Any]:
         return self._fields | {"model": self._model, "status": status, "output": output}
 
@@ -84,6 +80,7 @@ def final_status(sections: Sections) -> Status:
 def _echo(body: ResponsesBody) -> dict[str, Any]:
     """What a response repeats of its request, and what has a value only in some states."""
     sent = msgspec.to_builtins(body)
+    text_format = (sent["text"] or {}).get("format")
     return {
         "background": bool(body.background),
         "completed_at": None,
@@ -98,7 +95,7 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "service_tier": "default",
         "store": body.stored,
         "temperature": body.temperature,
-        "text": sent["text"] or {"format": {"type": "text"}},
+        "text": {"format": text_format or {"type": "text"}},
         "tool_choice": sent["tool_choice"] or "auto",
         "tools": [msgspec.to_builtins(tool) for tool in body.tools or () if tool.is_offered],
         "top_p": body.top_p,

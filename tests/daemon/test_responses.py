@@ -169,6 +169,7 @@ async def test_a_body_as_codex_sends_it() -> None:
             events = [line for line in (await response.text()).split("\n") if line.startswith("data: ")]
         first, *_, last = (json.loads(line.removeprefix("data: ")) for line in events)
         assert (first["type"], last["type"]) == ("response.created", "response.incomplete")
+        assert last["response"]["text"] == {"format": {"type": "text"}}
         function = {name: TOOL[name] for name in ("name", "description", "parameters")} | {"strict": False}
         assert last_prompt(daemon) == (
             "[system]You are a coding agent.[system]<permissions>all</permissions>"
