@@ -1,4 +1,4 @@
-"""An engine that behaves like an agent's model: it thinks, calls a tool, and answers once it has a result."""
+"""Engines that say what a test wants, one of them like an agent's model; and what they were asked last."""
 
 from __future__ import annotations
 
@@ -29,6 +29,17 @@ def be_an_agent(daemon: Daemon) -> None:
         return [*tokenizer.encode(answer), 2]
 
     daemon.engine.script = script
+
+
+def say(daemon: Daemon, text: str) -> None:
+    """Make the engine of a daemon that has its model loaded answer this."""
+    ids = daemon.service.models.entries[0].model.tokenizer.encode(text)
+    daemon.engine.script = lambda request: [*ids, 2]
+
+
+def last_grammar(daemon: Daemon) -> str | None:
+    """What the last answer had to be."""
+    return daemon.engine.seen[-1].sampling.grammar
 
 
 def last_prompt(daemon: Daemon) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 
 import anthropic
 import httpx2
+import pydantic
 import pytest
-from agent_engine import TEMPLATE, be_an_agent, last_prompt
+from agent_engine import TEMPLATE, be_an_agent, last_grammar, last_prompt, say
 from daemon_in_loop import Daemon, in_loop, running_daemon
 
 from quantd.daemon.wire.stream import Timing
@@ -205,3 +206,57 @@ async def test_a_tool_loop_with_thinking() -> None:
         )
         with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
             await refusal
+
+
+class City(pydantic.BaseModel):
+    name: str
+    people: int
+
+
+@in_loop
+async def test_structured_output() -> None:
+    """Under the field's present name and the one before; the rule is that of the same schema for chats."""
+    async with daemon_and_client() as (daemon, client):
+        await client.messages.create(**HI)
+        say(daemon, '{"name":"Oslo","people":7}')
+        body: Any = HI | {"max_tokens": 100}
+        parsed = await client.messages.parse(**body, output_format=City)
+        assert parsed.parsed_output == City(name="Oslo", people=7)
+        async with client.messages.stream(**body, output_format=City) as stream:
+            assert (await stream.get_final_message()).parsed_output == parsed.parsed_output
+        schema = City.model_json_schema()
+        format: Any = {"type": "json_schema", "schema": schema}
+        chat = {"response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}}
+        await daemon.post("/v1/chat/completions", HI | chat)
+        expected = last_grammar(daemon)
+        for fields in ({"output_config": {"format": format}}, {"output_format": format}):
+            await client.messages.create(**body, extra_body=fields)
+            assert last_grammar(daemon) == expected is not None
+        format["schema"] = {"not": schema}
+        with pytest.raises(anthropic.BadRequestError, match="not"):
+            await client.messages.create(**body, output_config={"format": format})
+
+
+@in_loop
+async def test_forced_tools_have_the_rules_that_chats_have() -> None:
+    tool: Any = {
+        "name": "read_gauge",
+        "input_schema": {"type": "object", "properties": {"n": {"type": "integer"}}},
+    }
+    functions = [
+        {"type": "function", "function": {"name": name, "parameters": tool["input_schema"]}} for name in "ab"
+    ]
+    tools: Any = [tool | {"name": name} for name in "ab"]
+    async with daemon_and_client(template=TEMPLATE) as (daemon, client):
+        for choice, fields in (
+            ({"type": "auto"}, {}),
+            ({"type": "auto", "disable_parallel_tool_use": True}, {"parallel_tool_calls": False}),
+            ({"type": "any"}, {"tool_choice": "required"}),
+            ({"type": "tool", "name": "b"}, {"tool_choice": functions[1]}),
+            ({"type": "none"}, {"tool_choice": "none"}),
+        ):
+            await daemon.post("/v1/chat/completions", HI | {"tools": functions} | fields)
+            expected = last_grammar(daemon), last_prompt(daemon)
+            await client.messages.create(**HI, tools=tools, tool_choice=choice)
+            assert (last_grammar(daemon), last_prompt(daemon)) == expected
+            assert (expected[0] is None) == (choice["type"] == "none")

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
-from agent_engine import TEMPLATE, be_an_agent, last_prompt
+from agent_engine import TEMPLATE, be_an_agent, last_grammar, last_prompt, say
 from daemon_in_loop import Daemon, in_loop, running_daemon
 from test_openai_sdk import async_client, with_sync
 
@@ -27,12 +28,6 @@ async def daemon_and_client(
         yield running, client
 
 
-def answer(daemon: Daemon, text: str) -> None:
-    """Make the engine say a text."""
-    tokenizer = daemon.service.models.entries[0].model.tokenizer
-    daemon.engine.script = lambda request: [*tokenizer.encode(text), 513]
-
-
 @pytest.mark.parametrize("transport", ["tcp", "unix"])
 def test_whole_and_streamed(transport: str) -> None:
     async def talk() -> None:
@@ -40,7 +35,7 @@ def test_whole_and_streamed(transport: str) -> None:
             cut = await client.responses.create(**HI)
             assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
             assert cut._request_id.startswith("req_") and cut.usage.output_tokens == 9
-            answer(daemon, "Good day.")
+            say(daemon, "Good day.")
             whole = await client.responses.create(**HI | {"max_output_tokens": None})
             assert (whole.status, whole.output_text) == ("completed", "Good day.")
             async with client.responses.stream(model="tiny", input="hi") as stream:
@@ -204,3 +199,55 @@ def test_a_tool_loop_with_reasoning(stored: bool) -> None:
             assert '](Let me look.)I look.read_gauge{"n": 4}[tool]12 bar[{' in last_prompt(daemon)
 
     in_loop(talk)()
+
+
+class City(pydantic.BaseModel):
+    name: str
+    people: int
+
+
+@in_loop
+async def test_structured_output() -> None:
+    async with daemon_and_client() as (daemon, client):
+        await client.responses.create(**HI)
+        say(daemon, '{"name":"Oslo","people":7}')
+        parsed = await client.responses.parse(model="tiny", input="hi", text_format=City)
+        assert parsed.output_parsed == City(name="Oslo", people=7)
+        async with client.responses.stream(model="tiny", input="hi", text_format=City) as stream:
+            assert (await stream.get_final_response()).output_parsed == parsed.output_parsed
+        schema = City.model_json_schema()
+        json_schema: Any = {"name": "city", "schema": schema}
+        chat: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        for format, response_format in (
+            ({"type": "json_schema", **json_schema}, {"type": "json_schema", "json_schema": json_schema}),
+            ({"type": "json_object"}, {"type": "json_object"}),
+        ):
+            await daemon.post("/v1/chat/completions", chat | {"response_format": response_format})
+            expected = last_grammar(daemon)
+            await client.responses.create(model="tiny", input="hi", text={"format": format})
+            assert last_grammar(daemon) == expected is not None
+        unenforceable: Any = {"type": "json_schema", "name": "n", "schema": {"not": schema}}
+        with pytest.raises(openai.BadRequestError, match="not") as refused:
+            await client.responses.create(model="tiny", input="hi", text={"format": unenforceable})
+        assert refused.value.param == "text.format"
+
+
+@in_loop
+async def test_forced_tools_have_the_rules_that_chats_have() -> None:
+    tools: Any = [GAUGE | {"name": name} for name in "ab"]
+    names = ("name", "description", "parameters", "strict")
+    functions = [{"type": "function", "function": {name: tool[name] for name in names}} for tool in tools]
+    chat: Any = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "tools": functions}
+    async with daemon_and_client(template=TEMPLATE) as (daemon, client):
+        for fields, chats in (
+            ({}, {}),
+            ({"parallel_tool_calls": False}, {"parallel_tool_calls": False}),
+            ({"tool_choice": "required"}, {"tool_choice": "required"}),
+            ({"tool_choice": {"type": "function", "name": "b"}}, {"tool_choice": functions[1]}),
+            ({"tool_choice": "none"}, {"tool_choice": "none"}),
+        ):
+            await daemon.post("/v1/chat/completions", chat | chats)
+            expected = last_grammar(daemon), last_prompt(daemon)
+            await client.responses.create(model="tiny", input="hi", tools=tools, **fields)
+            assert (last_grammar(daemon), last_prompt(daemon)) == expected
+            assert (expected[0] is None) == (fields.get("tool_choice") == "none")

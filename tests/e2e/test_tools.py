@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import jsonschema
 import pytest
 from test_daemon import CHAT, Served, case, serve
@@ -187,3 +188,31 @@ def test_case_c27(served: Served) -> None:
     choice = answer["choices"][0]
     if choice["finish_reason"] == "stop":
         jsonschema.validate(json.loads(choice["message"]["content"]), schema)
+
+
+def test_forced_calls_by_the_other_surfaces(served: Served) -> None:
+    """As the SDKs of Anthropic and of OpenAI's Responses ask for them."""
+    function = WEATHER["function"]
+    described = {"name": function["name"], "description": function["description"]}
+    schema = function["parameters"]
+    with anthropic.Anthropic(base_url="http://x", api_key="x", http_client=served.http()) as client:
+        message = client.messages.create(
+            model="smollm2",
+            max_tokens=100,
+            messages=QUESTION,
+            tools=[described | {"input_schema": schema}],
+            tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        )
+    (block,) = message.content
+    assert (block.type, block.name, message.stop_reason) == ("tool_use", function["name"], "tool_use")
+    jsonschema.validate(block.input, schema)
+    with served.client() as client:
+        response = client.responses.create(
+            model="smollm2",
+            input=QUESTION,
+            tools=[described | {"type": "function", "parameters": schema, "strict": True}],
+            tool_choice={"type": "function", "name": function["name"]},
+        )
+    (item,) = response.output
+    assert (item.type, item.name, response.status) == ("function_call", function["name"], "completed")
+    jsonschema.validate(json.loads(item.arguments), schema)
