@@ -236,6 +236,23 @@ async def test_an_answer_goes_on_with_what_the_client_began() -> None:
         assert (await daemon.post(COUNT, called))[0] == 200
 
 
+SWITCHES = "{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }}"
+
+
+@in_loop
+async def test_whether_to_think_is_up_to_the_model_unless_told() -> None:
+    async with running_daemon(template=SWITCHES) as daemon:
+        for thinking, seen in (
+            (None, ""),
+            ({"type": "adaptive"}, ""),
+            ({"type": "enabled", "budget_tokens": 1024}, "True"),
+            ({"type": "between_tools"}, "True"),
+            ({"type": "disabled"}, "False"),
+        ):
+            assert await prompt_of(daemon, {"thinking": thinking}) == f"hi {seen} "
+        assert await prompt_of(daemon, {"output_config": {"effort": "low"}}) == "hi  low"
+
+
 @in_loop
 async def test_paths_with_and_without_version() -> None:
     async with running_daemon() as daemon:

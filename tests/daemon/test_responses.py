@@ -179,6 +179,19 @@ async def test_a_body_as_codex_sends_it() -> None:
 
 
 @in_loop
+async def test_efforts() -> None:
+    template = "{{ messages[0].content }} {{ enable_thinking }} {{ reasoning_effort }}"
+    async with running_daemon(template=template) as daemon:
+        for effort, seen in (
+            (None, " "),
+            ("none", "False none"),
+            ("minimal", "False minimal"),
+            ("low", "True low"),
+        ):
+            assert await prompt_of(daemon, {"reasoning": {"effort": effort}}) == f"hi {seen}"
+
+
+@in_loop
 async def test_turns_that_go_on_from_earlier_ones() -> None:
     async with running_daemon(template=TEMPLATE) as daemon:
         _, first = await daemon.post(RESPONSES, HI | {"instructions": "A"})
