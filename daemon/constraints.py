@@ -11,9 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from llguidance import LLMatcher
-from llguidance.gbnf_to_lark import gbnf_to_lark
-
 from quantd.daemon.json_schema import Schema, enforceable
 from quantd.engine.errors import RequestError
 
@@ -84,6 +81,8 @@ class GbnfGrammar:
     param: str
 
     def grammar(self) -> str:
+        from llguidance.gbnf_to_lark import gbnf_to_lark  # takes numpy along
+
         try:
             lark = gbnf_to_lark(self.text)
         # The converter raises a bare Exception for every fault of the text.
@@ -105,6 +104,8 @@ class LarkGrammar:
 
 def checked(lark: str, param: str) -> str:
     """The grammar itself, once llguidance takes it. Raises RequestError with its reason."""
+    from llguidance import LLMatcher  # takes numpy along, which few requests need
+
     reason = LLMatcher.validate_grammar(lark)
     if reason:
         raise RequestError(f"{param}: {' '.join(reason.split())[:500]}", param)

@@ -16,7 +16,6 @@ from quantd.daemon.preset import Preset
 from quantd.daemon.store import MANIFEST
 from quantd.daemon.template_files import template_source
 from quantd.daemon.tokenizer import end_names
-from quantd.quant.gguf_index import INDEX_NAME, read_gguf_index
 from quantd.quant.safetensors_file import read_index
 
 
@@ -68,6 +67,8 @@ class ModelCard:
 
     def tensors(self) -> list[Tensor]:
         """What the weight files hold. Raises CheckpointError."""
+        from quantd.quant.gguf_index import INDEX_NAME, read_gguf_index  # takes numpy along
+
         folder = self.stored.path
         if (folder / INDEX_NAME).is_file():
             return [Tensor(item.name, item.type, item.shape) for item in read_gguf_index(folder).tensors]
