@@ -253,7 +253,7 @@ def duration(given: Duration) -> float:
 
 def constraint_of(format: str | dict[str, Any] | None) -> Constraint | None:
     """What `format` wants of an answer. Raises RequestError."""
-    if not format:
+    if format is None or format == "":
         return None
     if isinstance(format, dict):
         return JsonSchema(format, "format")

@@ -402,6 +402,24 @@ async def test_the_oldest_turns_are_left_out_only_where_the_request_says_so() ->
         assert "512" in await refusal(daemon, GENERATE, long)
 
 
+@pytest.mark.parametrize(("path", "ask"), [(CHAT, {"messages": HI}), (GENERATE, {"prompt": "hi"})])
+def test_the_form_of_an_answer(path: str, ask: dict[str, object]) -> None:
+    async def form() -> None:
+        async with running_daemon() as daemon:
+            schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+            grammars = []
+            for format in (schema, "json", {}, "", None):
+                body = {"model": "tiny", "stream": False, "format": format, "options": {"num_predict": 1}}
+                assert (await daemon.post(path, body | ask))[0] == 200
+                grammars.append(daemon.engine.seen[-1].sampling.grammar)
+            assert "age" in grammars[0] and "object" in grammars[1] and "object" not in grammars[2]
+            assert grammars[3:] == [None, None]
+            for bad in ({"type": "object", "not": {}}, {"type": "integer", "multipleOf": "x"}):
+                assert "format" in await refusal(daemon, path, {"model": "tiny", "format": bad} | ask)
+
+    in_loop(form)()
+
+
 @in_loop
 async def test_log_probabilities() -> None:
     async with running_daemon() as daemon:

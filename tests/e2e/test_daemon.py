@@ -334,6 +334,17 @@ def test_a_killed_engine_is_told_and_replaced(served: Served) -> None:
     assert served.engine().pid != old.pid
 
 
+def test_the_form_of_an_answer_in_ollamas_words(served: Served) -> None:
+    values = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}
+    schema = {"type": "object", "properties": {"flags": values}, "required": ["flags"]}
+    body = {"model": "tiny", "messages": STORY, "format": schema | {"additionalProperties": False}}
+    with served.http() as http:
+        reply = http.post("/api/chat", json=body | {"options": {"num_predict": 60}})
+    lines = [json.loads(line) for line in reply.text.splitlines()]
+    flags = json.loads("".join(line["message"]["content"] for line in lines))["flags"]
+    assert lines[-1]["done_reason"] == "stop" and [type(flag) for flag in flags] == [bool, bool]
+
+
 def test_letting_a_model_go_gives_its_memory_back(served: Served) -> None:
     engine = served.engine()
     status, reply = served.post("/api/generate", {"model": "tiny", "keep_alive": 0})
