@@ -75,7 +75,7 @@ def _codex(place: Place, prompt: str) -> list[str]:
         "include_environment_context": "false",
     }
     command = [place.npm("codex"), "exec", "--profile", "quantd", "--skip-git-repo-check"]
-    command += ["--sandbox", "read-only", "--ephemeral"]
+    command += ["--sandbox", "read-only"]
     command += [word for name in off for word in ("--disable", name)]
     command += [word for name, value in settings.items() for word in ("-c", f"{name}={value}")]
     return [*command, prompt]
