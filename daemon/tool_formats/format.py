@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from quantd.daemon.json_schema import enforceable, loosened
 from quantd.daemon.output_parser import Piece, ToolCallDelta
 from quantd.daemon.scanner import Scanner, Steps
 from quantd.daemon.tool_formats.lark import Lark
@@ -28,6 +29,19 @@ class Tool:
     name: str
     parameters: Mapping[str, Any]
     strict: bool = False
+
+    @property
+    def enforced(self) -> dict[str, Any]:
+        """The schema that a grammar keeps arguments to; less of it where not all can be kept.
+
+        Raises RequestError for the latter where the client insists on all.
+        """
+        try:
+            return enforceable(self.parameters, "tools")
+        except RequestError:
+            if self.strict:
+                raise
+            return loosened(self.parameters)
 
 
 def read_tools(entries: Sequence[Mapping[str, Any]]) -> list[Tool]:

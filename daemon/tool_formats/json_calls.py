@@ -102,5 +102,5 @@ class JsonCalls:
         head = lark.literal(self.head + tool.name + self.id_mark)
         if self.id_mark:
             head += f" /[a-zA-Z0-9]{{{_ID_LEN}}}/"
-        arguments = lark.schema(tool.parameters)
+        arguments = lark.schema(tool.enforced)
         return f"{head} {lark.literal(self.between)} {arguments} {lark.literal(self.after)}"
