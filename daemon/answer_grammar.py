@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quantd.daemon.constraints import quoted
 from quantd.daemon.reasoning import ReasoningTags, Start
 from quantd.daemon.tool_formats.format import CallRules, ToolFormat
-from quantd.daemon.tool_formats.lark import ANY_TEXT, Lark, quoted
+from quantd.daemon.tool_formats.lark import ANY_TEXT, Lark
 
 # White space around a reasoning section.
 _SPACE = r"/[ \n]{0,4}/"

@@ -20,7 +20,7 @@ from quantd.daemon.reasoning import Start, reasoning_tags
 from quantd.daemon.scanner import ReadOutput, Scanner, Steps, read_content
 from quantd.daemon.templates import ChatTemplate, Message
 from quantd.daemon.tokenizer import Tokenizer
-from quantd.daemon.tool_formats.format import CallRules, Calls
+from quantd.daemon.tool_formats.format import CallRules, Calls, ToolFormat
 from quantd.daemon.tool_formats.lark import Lark
 from quantd.daemon.tool_prompts import ToolPrompts
 from quantd.daemon.turns import by_turns
@@ -42,6 +42,14 @@ class Prompt:
 
     text: str
     ids: list[int]
+
+
+@dataclass(frozen=True)
+class AnswerRules:
+    """What an answer may be. calls: what it may call, None for nothing. form: of its content, if any."""
+
+    calls: CallRules | None = None
+    form: Constraint | None = None
 
 
 class ChatFormat:
@@ -92,37 +100,47 @@ class ChatFormat:
                 return self._template.render(turns, *others)
             raise
 
-    def parser(self, prompt: Prompt, rules: CallRules | None) -> OutputParser:
-        """For one answer to this prompt. rules: None where nothing may be called."""
-        if rules is None and self._tags is None:
+    def parser(self, prompt: Prompt, rules: AnswerRules) -> OutputParser:
+        """For one answer to this prompt."""
+        if rules.calls is None and self._tags is None:
             return PlainOutput()
         return ReadOutput(partial(self._read, self._start(prompt), rules), self._shown(rules))
 
-    def grammar(self, prompt: Prompt, rules: CallRules | None, constraint: Constraint | None) -> str:
-        """The grammar of an answer to this prompt. Raises RequestError naming what cannot be enforced."""
+    def grammar(self, prompt: Prompt, rules: AnswerRules) -> str | None:
+        """Of an answer to this prompt; None where it is free.
+
+        Raises RequestError for what cannot be enforced.
+        """
+        form = None if rules.form is None else rules.form.grammar()
+        if rules.calls is None and (form is None or self._tags is None):
+            return form
         lark = Lark(self._tokenizer)
-        form = None if constraint is None else lark.embed(constraint.grammar())
-        start = self._start(prompt)
-        return AnswerGrammar(lark, self._tags, start, self._tool_format, rules, form).text()
+        embedded = None if form is None else lark.embed(form)
+        start, calls = self._start(prompt), self._call_format(rules)
+        return AnswerGrammar(lark, self._tags, start, calls, rules.calls, embedded).text()
 
     def _start(self, prompt: Prompt) -> Start:
         return "over" if self._tags is None else self._tags.start(prompt.text)
 
-    def _read(self, start: Start, rules: CallRules | None, scanner: Scanner) -> Steps[None]:
+    def _call_format(self, rules: AnswerRules) -> ToolFormat:
+        """Where content has a form of its own, it must not be taken for a call."""
+        return self._tool_format if rules.form is None else self._tool_format.triggered()
+
+    def _read(self, start: Start, rules: AnswerRules, scanner: Scanner) -> Steps[None]:
         if self._tags is not None:
             yield from self._tags.read(scanner, start)
-        if rules is None:
+        if rules.calls is None:
             yield from read_content(scanner)
         else:
-            schemas = {tool.name: tool.parameters for tool in rules.tools}
-            yield from self._tool_format.read(scanner, Calls(schemas, self._new_id))
+            schemas = {tool.name: tool.parameters for tool in rules.calls.tools}
+            yield from self._call_format(rules).read(scanner, Calls(schemas, self._new_id))
 
     def _new_id(self) -> str:
         return secrets.token_hex(5)[:9] if self._tool_prompts.short_ids else f"call_{secrets.token_hex(12)}"
 
-    def _shown(self, rules: CallRules | None) -> frozenset[str]:
+    def _shown(self, rules: AnswerRules) -> frozenset[str]:
         """The special tokens that a parser reads."""
-        texts = [] if rules is None else [*self._tool_format.markup]
+        texts = [] if rules.calls is None else [*self._tool_format.markup]
         if self._tags is not None:
             texts += [self._tags.opening, self._tags.closing]
         return self._tokenizer.special_names(texts)

@@ -13,7 +13,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from quantd.daemon.chat_format import Prompt
+from quantd.daemon.chat_format import AnswerRules, Prompt
 from quantd.daemon.choice import Choice, Echo
 from quantd.daemon.constraints import Constraint
 from quantd.daemon.deltas import Head, Usage
@@ -83,12 +83,12 @@ class Service:
         """
         with ExitStack() as held:
             started = time.monotonic()
-            rules = call_rules(request)
+            rules = AnswerRules(call_rules(request), request.options.constraint)
             model = await self._acquire(request.model, request.options.n, held, request.options.keep_alive)
             loaded = time.monotonic() - started
             chat = chat_format(model, request)
             prompt = await chat_prompt(model, chat, request)
-            grammar = await chat_grammar(chat, prompt, rules, request.options.constraint)
+            grammar = await chat_grammar(chat, prompt, rules)
             parser = partial(chat.parser, prompt, rules)
             prompts = _Prompts([prompt.ids])
             return self._generate(model, prompts, request.options, held, loaded, parser, grammar)

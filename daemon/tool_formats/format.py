@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from quantd.daemon.constraints import checked, json_rule
 from quantd.daemon.json_schema import enforceable, loosened
 from quantd.daemon.output_parser import Piece, ToolCallDelta
 from quantd.daemon.scanner import Scanner, Steps
@@ -37,7 +38,9 @@ class Tool:
         Raises RequestError for the latter where the client insists on all.
         """
         try:
-            return enforceable(self.parameters, "tools")
+            schema = enforceable(self.parameters, "tools")
+            checked(f"start: {json_rule(schema)}", "tools")
+            return schema
         except RequestError:
             if self.strict:
                 raise

@@ -10,6 +10,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
+from quantd.daemon.constraints import json_rule, quoted
+
 ANY_TEXT = "/(?s:.*)/"
 
 
@@ -46,8 +48,8 @@ class Lark:
         return " ".join(f"<[{part}]>" if isinstance(part, int) else quoted(part) for part in parts)
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """JSON that this schema allows."""
-        return self.rule(f"%json {json.dumps(schema)}")
+        """JSON that this schema, as llguidance takes it, allows."""
+        return self.rule(json_rule(schema))
 
     def text(self, but: str = "") -> str:
         """Any text, but none that this expression of terminals matches."""
@@ -74,8 +76,3 @@ class Lark:
             return text
         parts = [{"name": f"g{i}", "lark_grammar": grammar} for i, grammar in enumerate(self._embedded)]
         return json.dumps({"grammars": [{"lark_grammar": text}, *parts]})
-
-
-def quoted(text: str) -> str:
-    """A text as a literal."""
-    return json.dumps(text, ensure_ascii=False)

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
+from quantd.daemon.constraints import quoted
 from quantd.daemon.scanner import Scanner, Steps, as_text
 from quantd.daemon.tool_formats.format import MAX_NAME_LEN, Calls, Tool
-from quantd.daemon.tool_formats.lark import Lark, quoted
+from quantd.daemon.tool_formats.lark import Lark
 from quantd.daemon.tool_formats.schemas import json_type, types_of
+from quantd.engine.errors import RequestError
 
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_.-]*/"
 
@@ -98,35 +100,57 @@ class XmlCalls:
         return self.trigger + self.again.join(texts)
 
     def grammar(self, lark: Lark, tools: Sequence[Tool], parallel: bool) -> str:
-        call = lark.rule(" | ".join(self._call_grammar(lark, tool.name, tool.parameters) for tool in tools))
+        call = lark.rule(" | ".join(self._call_grammar(lark, tool) for tool in tools))
         return f"{call} ({lark.literal(self.again)} {call})*" if parallel else call
 
-    def _call_grammar(self, lark: Lark, name: str, schema: Mapping[str, Any]) -> str:
-        properties = schema.get("properties", {})
-        required = schema.get("required", [])
+    def _call_grammar(self, lark: Lark, tool: Tool) -> str:
+        schema = tool.parameters
+        properties, required = schema.get("properties", {}), schema.get("required", [])
         parameters = [
-            f"({self._parameter_grammar(lark, key, part, schema)}){'' if key in required else '?'}"
-            for key, part in properties.items()
+            f"({self._parameter_grammar(lark, key, tool)}){'' if key in required else '?'}"
+            for key in properties
         ]
         if not properties and schema.get("additionalProperties") is not False:
             parameters = [f"({self._free_parameter(lark)})*"]
-        head = lark.literal(self.head + name + self.head_end)
+        head = lark.literal(self.head + tool.name + self.head_end)
         return f"{head} {' '.join(parameters)} {lark.literal(self.after)}"
 
-    def _parameter_grammar(self, lark: Lark, key: str, schema: Any, root: Mapping[str, Any]) -> str:
-        head, types = lark.literal(self.parameter + key + self.key_end), types_of(schema, root)
-        if isinstance(schema, dict) and types == {"string"} and "enum" in schema:
+    def _parameter_grammar(self, lark: Lark, key: str, tool: Tool) -> str:
+        schema = tool.parameters["properties"][key]
+        head, types = lark.literal(self.parameter + key + self.key_end), types_of(schema, tool.parameters)
+        if types == {"string"} and isinstance(schema, Mapping) and "enum" in schema:
             choices = " | ".join(quoted(choice) for choice in schema["enum"])
             return f"{head} ({choices}) {lark.literal(self.value_end)}"
         if "string" in types:
+            if tool.strict:
+                _check_text(schema, types, f"tools: {tool.name}.{key}")
             return f"{head} {lark.text_through(self.value_end)}"
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        whole = {**schema, **definitions} if isinstance(schema, dict) else {}
-        return f"{head} {lark.schema(whole)} {lark.literal(self.value_end)}"
+        part = replace(tool, parameters=_with_definitions(schema, tool.parameters))
+        value = lark.schema(part.enforced)
+        return f"{head} {value} {lark.literal(self.value_end)}"
 
     def _free_parameter(self, lark: Lark) -> str:
         head = f"{lark.literal(self.parameter)} {_ANY_KEY} {lark.literal(self.key_end)}"
         return f"{head} {lark.text_through(self.value_end)}"
+
+
+def _with_definitions(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A part of a schema with what its references are usually to."""
+    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return {**schema, **definitions} if isinstance(schema, Mapping) else definitions
+
+
+def _check_text(schema: Any, types: frozenset[str], where: str) -> None:
+    """Raise RequestError for what cannot be enforced of a value that may be bare text."""
+    others = types - {"string", "null", "boolean"}
+    if others:
+        raise RequestError(f"{where}: text beside {', '.join(sorted(others))} cannot be enforced", "tools")
+    parts = [schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    for keyword in ("minLength", "maxLength", "pattern", "format", "enum", "const", "$ref", "allOf"):
+        if any(isinstance(part, Mapping) and keyword in part for part in parts):
+            raise RequestError(
+                f"{where}: {keyword} of a text cannot be enforced in this model's calls", "tools"
+            )
 
 
 def _as_json(value: str, types: frozenset[str]) -> str:

@@ -81,10 +81,11 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: Any = None
 
     @property
     def streams(self) -> bool:
@@ -124,7 +125,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
         return only(
             [
                 format_constraint(self.response_format),
-                None if self.grammar is None else written_grammar(self.grammar, "grammar"),
+                written_grammar(self.grammar, "grammar") if self.grammar else None,
                 None if self.json_schema is None else JsonSchema(self.json_schema, "json_schema"),
                 structured(self.structured_outputs, "structured_outputs"),
                 structured(self._guided(), "guided_"),
@@ -138,6 +139,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
             regex=self.guided_regex,
             choice=self.guided_choice,
             grammar=self.guided_grammar,
+            whitespace_pattern=self.guided_whitespace_pattern,
         )
 
 

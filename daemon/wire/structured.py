@@ -34,13 +34,15 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """One of its fields is given."""
+    """One of its fields is given. json: a schema, or its text."""
 
-    json: dict[str, Any] | None = None
+    json: dict[str, Any] | str | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: Any = None
+    whitespace_pattern: Any = None
 
 
 def format_constraint(format: ResponseFormat | None) -> Constraint | None:
@@ -60,15 +62,27 @@ def structured(fields: StructuredOutputs | None, prefix: str) -> Constraint | No
     if fields is None:
         return None
     where = prefix if prefix.endswith("_") else f"{prefix}."
+    for name in ("structural_tag", "whitespace_pattern"):
+        if getattr(fields, name) is not None:
+            raise RequestError(f"{where}{name} is not supported", f"{where}{name}")
     return only(
         [
-            None if fields.json is None else JsonSchema(fields.json, f"{where}json"),
+            None if fields.json is None else JsonSchema(_schema(fields.json, f"{where}json"), f"{where}json"),
             None if fields.regex is None else Regex(fields.regex, f"{where}regex"),
             None if fields.choice is None else Choice(fields.choice, f"{where}choice"),
-            None if fields.grammar is None else written_grammar(fields.grammar, f"{where}grammar"),
+            written_grammar(fields.grammar, f"{where}grammar") if fields.grammar else None,
             JsonObject(f"{where}json_object") if fields.json_object else None,
         ]
     )
+
+
+def _schema(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
+    if not isinstance(schema, str):
+        return schema
+    try:
+        return msgspec.json.decode(schema, type=dict[str, Any])
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise RequestError(f"{param} is no JSON schema: {error}", param) from None
 
 
 def only(constraints: Sequence[Constraint | None]) -> Constraint | None:

@@ -22,6 +22,7 @@ from quantd.daemon.tokenizer import Tokenizer
 from quantd.daemon.tool_formats import families
 from quantd.daemon.tool_formats.format import CallRules, Calls, Tool, ToolFormat
 from quantd.daemon.tool_formats.lark import Lark
+from quantd.engine.errors import RequestError
 
 FORMATS: dict[str, ToolFormat] = {
     name: value for name, value in vars(families).items() if name.isupper() and not name.startswith("_")
@@ -188,6 +189,55 @@ def test_reasoning_goes_first(checker: Checker, required: bool, start: Start) ->
         assert checker.begins(grammar, "<think>\nSo.") == (start == "possible")
     assert not checker.allows(grammar, "<think>\nSo.")
     assert checker.allows(grammar, thoughts[start] + "No call.") != required
+
+
+TEXTS = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "line": {"type": "integer"},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "more": {"$ref": "#/$defs/more"},
+    },
+    "required": ["path"],
+    "$defs": {"more": {"type": "array", "items": {"type": "boolean"}}},
+}
+
+
+@pytest.mark.parametrize("name", ["QWEN_CODER", "SEED"])
+@checkers
+def test_bare_values(checker: Checker, name: str) -> None:
+    format = FORMATS[name]
+    grammar = checker.grammar(format, CallRules([Tool("edit", TEXTS, strict=True)], required=True))
+    for arguments in (
+        {"path": "a.py"},
+        {"path": 'x = "<b>"\n\n', "line": -4, "note": "null?", "more": [True, False]},
+        {"path": "", "note": None},
+    ):
+        assert checker.allows(grammar, written(format, ("edit", arguments))), arguments
+    for arguments in ({}, {"line": 4}, {"path": "a", "line": "four"}, {"path": "a", "more": [1]}):
+        assert not checker.begins(grammar, written(format, ("edit", arguments))), arguments
+    anything = checker.grammar(format, CallRules([Tool("edit", {"type": "object"})], required=True))
+    assert checker.allows(anything, written(format, ("edit", {"any": "thing", "else": [1]})))
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"type": "string", "pattern": "^a"}, "pattern"),
+        ({"type": "string", "maxLength": 4}, "maxLength"),
+        ({"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}, "format"),
+        ({"type": ["string", "integer"]}, "integer"),
+        ({}, "array"),
+    ],
+)
+def test_bare_values_that_cannot_be_held_to_a_strict_schema(schema: dict[str, Any], keyword: str) -> None:
+    checker = CHECKERS["no tokens"]
+    parameters = {"type": "object", "properties": {"x": schema}}
+    with pytest.raises(RequestError, match=rf"x.*{keyword}"):
+        checker.grammar(families.QWEN_CODER, CallRules([Tool("f", parameters, strict=True)]))
+    grammar = checker.grammar(families.QWEN_CODER, CallRules([Tool("f", parameters)], required=True))
+    assert checker.allows(grammar, families.QWEN_CODER.write([("f", {"x": "any text"})]))
 
 
 JSON_FORM = '%llguidance {}\nstart: %json {"type": "object", "properties": {"a": {"type": "integer"}}}\n'

@@ -8,6 +8,7 @@ import pytest
 from fake_models import CHATML, byte_fallback_tokenizer, metaspace_tokenizer, write_model
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from quantd.daemon.chat_format import ChatFormat
 from quantd.daemon.control_tokens import MARK, ControlTokens, unmark
@@ -106,3 +107,18 @@ def test_sentencepiece_tokenizers(tmp_path: Path, core) -> None:
 def test_raw_prompts_keep_their_tokens(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_model(tmp_path, CHATML))
     assert tokenizer.encode("<|im_start|>user", raw=True)[0] == 512
+
+
+ORDINARY = [
+    {"role": "system", "content": "Antworte kurz: <b>ça</b> & 1 < 2."},
+    {"role": "user", "content": "  What does `<|endoftext|` do?\n\n"},
+    {"role": "assistant", "content": "Nothing 🧵."},
+    {"role": "user", "content": "[INST] <tool> im_end |> 漢字"},
+]
+
+
+def test_ordinary_texts_give_the_ids_of_transformers(tmp_path: Path) -> None:
+    chat, _ = chat_format(tmp_path, CHATML)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    expected = reference.apply_chat_template(ORDINARY, tokenize=True, add_generation_prompt=True)
+    assert chat.prompt(ORDINARY, None).ids == expected["input_ids"]

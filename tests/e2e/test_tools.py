@@ -216,3 +216,36 @@ def test_forced_calls_by_the_other_surfaces(served: Served) -> None:
     (item,) = response.output
     assert (item.type, item.name, response.status) == ("function_call", function["name"], "completed")
     jsonschema.validate(json.loads(item.arguments), schema)
+
+
+def content_of(deltas: list[dict[str, Any]]) -> str:
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def test_one_permitted_answer_in_many_scripts(served: Served) -> None:
+    body = case("c01")
+    deltas, reason = streamed(served, body)
+    text = content_of(deltas)
+    literal = body["response_format"]["json_schema"]["schema"]["properties"]["answer"]["enum"][0]
+    assert json.loads(text) == {"answer": literal} and reason == "stop"
+    assert not any("\ufffd" in (delta.get("content") or "") for delta in deltas)
+    _, reply = served.post(CHAT, body | {"stream": False})
+    (choice,) = reply["choices"]
+    assert choice["message"]["content"] == text
+    data = b"".join(bytes(entry["bytes"]) for entry in choice["logprobs"]["content"])
+    assert data.decode() == text
+
+
+def test_a_form_that_is_cut_inside_characters(served: Served) -> None:
+    body = case("c01b")
+    _, whole = served.post(CHAT, body | {"stream": False, "max_tokens": 200})
+    answer = whole["choices"][0]["message"]["content"]
+    for limit in range(1, 31):
+        deltas, reason = streamed(served, body | {"max_tokens": limit})
+        _, reply = served.post(CHAT, body | {"stream": False, "max_tokens": limit})
+        (choice,) = reply["choices"]
+        text = choice["message"]["content"]
+        assert content_of(deltas) == text and reason == choice["finish_reason"]
+        assert answer.startswith(text.removesuffix("\ufffd"))
+        assert reason == "length" or text == answer
+        assert not any("\ufffd" in (delta.get("content") or "") for delta in deltas[:-2])
