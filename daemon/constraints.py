@@ -1,6 +1,7 @@
 """What an answer must be: each kind gives its grammar, in Lark as llguidance reads it.
 
-`param` names the field of the request, for what cannot be enforced.
+`param` names the field of the request, for what cannot be enforced. Whether llguidance takes a grammar is
+found out by quantd.daemon.grammar_check.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quantd.daemon.gbnf import gbnf_to_lark
 from quantd.daemon.json_schema import Schema, enforceable
 from quantd.engine.errors import RequestError
 
@@ -22,6 +24,10 @@ _LARK = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\]\s*)?:(?!:=))", re.MU
 
 class Constraint(Protocol):
     """A rule that an answer has to follow."""
+
+    @property
+    def param(self) -> str:
+        """The field of the request that holds the rule."""
 
     def grammar(self) -> str:
         """The rule as a Lark grammar. Raises RequestError naming what cannot be enforced."""
@@ -35,7 +41,7 @@ class JsonSchema:
     param: str = "response_format"
 
     def grammar(self) -> str:
-        return checked(f"start: {json_rule(enforceable(self.schema, self.param))}", self.param)
+        return f"start: {json_rule(enforceable(self.schema, self.param))}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Regex:
     param: str
 
     def grammar(self) -> str:
-        return checked(f"start: {_quoted_regex(self.pattern)}", self.param)
+        return f"start: {_quoted_regex(self.pattern)}"
 
 
 @dataclass(frozen=True)
@@ -81,14 +87,7 @@ class GbnfGrammar:
     param: str
 
     def grammar(self) -> str:
-        from llguidance.gbnf_to_lark import gbnf_to_lark  # takes numpy along
-
-        try:
-            lark = gbnf_to_lark(self.text)
-        # The converter raises a bare Exception for every fault of the text.
-        except Exception as error:
-            raise RequestError(f"{self.param}: not valid GBNF: {error}", self.param) from None
-        return checked(lark, self.param)
+        return gbnf_to_lark(self.text, self.param)
 
 
 @dataclass(frozen=True)
@@ -99,17 +98,7 @@ class LarkGrammar:
     param: str
 
     def grammar(self) -> str:
-        return checked(self.text, self.param)
-
-
-def checked(lark: str, param: str) -> str:
-    """The grammar itself, once llguidance takes it. Raises RequestError with its reason."""
-    from llguidance import LLMatcher  # takes numpy along, which few requests need
-
-    reason = LLMatcher.validate_grammar(lark)
-    if reason:
-        raise RequestError(f"{param}: {' '.join(reason.split())[:500]}", param)
-    return lark
+        return self.text
 
 
 def written_grammar(text: str, param: str) -> Constraint:

@@ -10,7 +10,7 @@ import msgspec
 from quantd.daemon.loaded_model import LoadedModel
 from quantd.daemon.preset import Preset
 from quantd.daemon.requests import Options
-from quantd.engine.request import INT64_MAX, SamplingParams
+from quantd.engine.request import INT64_MAX, MAX_TOKENS, SamplingParams
 
 
 def completed(options: Options, preset: Preset) -> Options:
@@ -46,11 +46,16 @@ def engine_sampling(
         for text, bias in options.biased_texts.items()
         for token_id in model.tokenizer.encode(text)
     }
+    # Behind what a grammar describes comes nothing but an end; ignored, it comes as late as can be.
+    keeps_on = options.ignore_eos and grammar is not None
     ends = tuple(
-        end for end in sorted(model.tokenizer.end_ids) if end < vocab_size and not options.ignore_eos
+        end
+        for end in sorted(model.tokenizer.end_ids)
+        if end < vocab_size and (keeps_on or not options.ignore_eos)
     )
     return msgspec.structs.replace(
         sampling,
+        min_tokens=MAX_TOKENS if keeps_on else sampling.min_tokens,
         seed=None if sampling.seed is None else _wrap_int64(sampling.seed, number),
         logit_bias=bias | sampling.logit_bias,
         max_tokens=_max_tokens(sampling.max_tokens, options.context_len, prompt_len),

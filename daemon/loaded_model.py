@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal, Protocol
 
 from quantd.daemon.chat_format import ChatFormat
@@ -43,15 +44,16 @@ class Engine(Protocol):
 class LoadedModel:
     """A model that answers.
 
-    defaults: what its author says of sampling, as fields of SamplingParams for requests that leave them
-    open. preset: what else it brings to them. head: how it embeds. chat: how it chats, if it does, and
-    tool_chat with tools. infill: writes its prompts towards a suffix, if it knows any. num_requests: those
-    that hold it.
+    folder: where its files lie. defaults: what its author says of sampling, as fields of SamplingParams for
+    requests that leave them open. preset: what else it brings to them. head: how it embeds. chat: how it
+    chats, if it does, and tool_chat with tools. infill: writes its prompts towards a suffix, if it knows any.
+    num_requests: those that hold it.
     """
 
     def __init__(
         self,
         name: str,
+        folder: Path,
         engine: Engine,
         tokenizer: Tokenizer,
         defaults: Mapping[str, float],
@@ -60,6 +62,7 @@ class LoadedModel:
         keep_alive: KeepAlive,
     ) -> None:
         self.name = name
+        self.folder = folder
         self.engine = engine
         self.tokenizer = tokenizer
         self.defaults = defaults

@@ -242,7 +242,7 @@ class Models:
         engine.died.add_done_callback(lambda died: self._note_died(entry, died.result()))
         clock = asyncio.get_running_loop()
         keep_alive = KeepAlive(self._keep_alive, lambda: self._expire(entry), clock)
-        return LoadedModel(entry.name, engine, tokenizer, defaults, preset, head, keep_alive)
+        return LoadedModel(entry.name, folder, engine, tokenizer, defaults, preset, head, keep_alive)
 
     def _expire(self, entry: ModelEntry) -> None:
         _log.info("%s is unloaded: it was idle for its time", entry.name)

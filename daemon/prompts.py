@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from quantd.daemon.chat_format import AnswerRules, ChatFormat, Prompt
+from quantd.daemon.chat_format import ChatFormat, Prompt
 from quantd.daemon.engine_options import context_len_of
 from quantd.daemon.errors import NoInfillError
 from quantd.daemon.infill import InfillPrompt, InfillWriter
@@ -91,16 +91,6 @@ def call_rules(request: ChatRequest) -> CallRules | None:
         return None
     parallel = request.parallel_tool_calls and choice.name is None
     return CallRules(called, required, parallel)
-
-
-async def chat_grammar(chat: ChatFormat, prompt: Prompt, rules: AnswerRules) -> str | None:
-    """What an answer may be, written beside the event loop, as schemas may be long; None where it is free.
-
-    Raises RequestError for what cannot be enforced.
-    """
-    if rules == AnswerRules():
-        return None
-    return await asyncio.to_thread(chat.grammar, prompt, rules)
 
 
 def infill_writer_of(model: LoadedModel) -> InfillWriter:

@@ -100,6 +100,7 @@ async def _serve(config: ServeConfig, listeners: list[socket.socket]) -> int:
         for aside in asides:
             aside.cancel()
         await models.close()
+        await service.close()
     return 0 if finished else 1
 
 

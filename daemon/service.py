@@ -10,10 +10,10 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
-from quantd.daemon.chat_format import AnswerRules, Prompt
+from quantd.daemon.chat_format import AnswerRules, ChatFormat, Prompt
 from quantd.daemon.choice import Choice, Echo
 from quantd.daemon.constraints import Constraint
 from quantd.daemon.deltas import Head, Usage
@@ -28,6 +28,7 @@ from quantd.daemon.embeddings import (
 from quantd.daemon.engine_options import completed, context_len_of, engine_sampling
 from quantd.daemon.errors import OverloadedError
 from quantd.daemon.generation import Generation
+from quantd.daemon.grammar_check import GrammarChecker
 from quantd.daemon.loaded_model import LoadedModel
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import Models
@@ -35,7 +36,6 @@ from quantd.daemon.output_parser import OutputParser, PlainOutput
 from quantd.daemon.prompts import (
     call_rules,
     chat_format,
-    chat_grammar,
     chat_prompt,
     in_time,
     infill_options,
@@ -74,6 +74,11 @@ class Service:
         self._num_choices = 0
         self._idle = asyncio.Event()
         self._idle.set()
+        self._checker = GrammarChecker()
+
+    async def close(self) -> None:
+        """End what helps with requests, of which none is under way any more."""
+        await self._checker.close()
 
     async def chat(self, request: ChatRequest) -> Generation:
         """Start to answer a conversation.
@@ -88,7 +93,7 @@ class Service:
             loaded = time.monotonic() - started
             chat = chat_format(model, request)
             prompt = await chat_prompt(model, chat, request)
-            grammar = await chat_grammar(chat, prompt, rules)
+            grammar = await self._chat_grammar(model, chat, prompt, rules)
             parser = partial(chat.parser, prompt, rules)
             prompts = _Prompts([prompt.ids])
             return self._generate(model, prompts, request.options, held, loaded, parser, grammar)
@@ -110,7 +115,7 @@ class Service:
             ids = await raw_prompts(model.tokenizer, request.prompts)
             texts = [prompt if isinstance(prompt, str) else None for prompt in request.prompts]
             prompts = _Prompts(ids, field="prompt", echoed=texts if request.echo else None)
-            grammar = await _raw_grammar(options.constraint)
+            grammar = await self._raw_grammar(model, options.constraint)
             return self._generate(model, prompts, options, held, loaded, grammar=grammar)
 
     async def infill(self, request: InfillRequest) -> Generation:
@@ -123,7 +128,7 @@ class Service:
             prompt = await infill_prompt(model, writer, request)
             options = infill_options(model, writer, request)
             prompts = _Prompts([prompt.ids], field="prompt", num_left_out=prompt.num_left_out)
-            grammar = await _raw_grammar(options.constraint)
+            grammar = await self._raw_grammar(model, options.constraint)
             return self._generate(model, prompts, options, held, loaded, grammar=grammar)
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
@@ -200,6 +205,38 @@ class Service:
         else:
             self._idle.set()
 
+    async def _chat_grammar(
+        self, model: LoadedModel, chat: ChatFormat, prompt: Prompt, rules: AnswerRules
+    ) -> str | None:
+        """What an answer of a chat may be; None where it is free.
+
+        Where schemas of tools cannot be enforced, those that no client insists on give way.
+        """
+        if rules == AnswerRules():
+            return None
+        param = "tools" if rules.form is None else rules.form.param
+        try:
+            return await self._checked(model, partial(chat.grammar, prompt, rules), param)
+        except RequestError:
+            if rules.calls is None or all(tool.strict for tool in rules.calls.tools):
+                raise
+        loose = replace(rules, calls=rules.calls.loosened())
+        return await self._checked(model, partial(chat.grammar, prompt, loose), param)
+
+    async def _raw_grammar(self, model: LoadedModel, constraint: Constraint | None) -> str | None:
+        """What an answer without any form of a chat's may be; None where it is free."""
+        return await self._checked(model, constraint.grammar, constraint.param) if constraint else None
+
+    async def _checked(self, model: LoadedModel, write: Callable[[], str | None], param: str) -> str | None:
+        """A grammar that the model can be held to, written beside the event loop, as schemas may be long.
+
+        Raises RequestError.
+        """
+        grammar = await asyncio.to_thread(write)
+        if grammar is not None:
+            await self._checker.check(grammar, model.folder, model.engine.info.vocab_size, param)
+        return grammar
+
     def _generate(
         self,
         model: LoadedModel,
@@ -247,8 +284,3 @@ class Service:
             prompt=prompts.ids[0],
         )
         return Generation(head, model.engine, jobs, options.n, self.metrics, on_close, load_seconds)
-
-
-async def _raw_grammar(constraint: Constraint | None) -> str | None:
-    """What an answer without any form of a chat's may be, written beside the event loop, as that may take."""
-    return None if constraint is None else await asyncio.to_thread(constraint.grammar)

@@ -41,6 +41,10 @@ class Connection:
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         return decoder.decode(self._read(length))
 
+    def close(self) -> None:
+        self._file.close()
+        self._socket.close()
+
     def _read(self, num_bytes: int) -> bytes:
         data = self._file.read(num_bytes)
         if len(data) < num_bytes:

@@ -7,6 +7,7 @@ work a grammar and each of its masks may take, but for recursion, which takes a 
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -27,10 +28,12 @@ BitRow: TypeAlias = npt.NDArray[np.int32]
 """A bit for each token, bit i % 32 of word i // 32: whether it may come next."""
 
 STACK_BYTES = 64 << 20
-COMPILE_SECONDS = 10.0
+COMPILE_SECONDS = 20.0
 
 _WORD_BITS = 32
 _KEPT = 16
+_DETAILS = re.compile(r"\n *\d+ \||\n<")
+_MAX_REASON_LEN = 400
 _LIMITS = LLParserLimits(verbose_errors=False)
 
 # SentencePiece's decoder in its newer spelling, which llguidance does not know, in the older.
@@ -97,9 +100,9 @@ def _num_ids(tokenizer: dict[str, Any]) -> int:
 
 
 def _reason(core: LLMatcher) -> str:
-    """What an error of llguidance says before it goes into details."""
-    lines = core.get_error().splitlines()
-    return " ".join(line.strip() for line in lines if line != "<non-verbose/>") or str(core.stop_reason())
+    """What an error of llguidance says before it shows the source and its own state."""
+    words = _DETAILS.split(core.get_error())[0].split()
+    return " ".join(words)[:_MAX_REASON_LEN] or str(core.stop_reason())
 
 
 class Matcher:

@@ -15,6 +15,7 @@ MAX_GRAMMAR_LEN = 1 << 19
 """Characters of a grammar; the schemas of a hundred tools are shorter."""
 
 INT64_MAX = 2**63 - 1
+MAX_TOKENS = 2**31 - 1
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,8 +90,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -2.0, 2.0),
     ("presence_penalty", -2.0, 2.0),
     ("seed", -INT64_MAX - 1, INT64_MAX),
-    ("max_tokens", 0, 2**31 - 1),
-    ("min_tokens", 0, 2**31 - 1),
+    ("max_tokens", 0, MAX_TOKENS),
+    ("min_tokens", 0, MAX_TOKENS),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )

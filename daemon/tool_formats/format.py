@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from quantd.daemon.constraints import checked, json_rule
 from quantd.daemon.json_schema import enforceable, loosened
 from quantd.daemon.output_parser import Piece, ToolCallDelta
 from quantd.daemon.scanner import Scanner, Steps
@@ -24,12 +23,14 @@ _NAME = re.compile(rf"[a-zA-Z0-9_.:/-]{{1,{MAX_NAME_LEN}}}")
 class Tool:
     """A function that a model may call. parameters: the JSON schema of its arguments, an object.
 
-    strict: whether the client insists on all of the schema.
+    strict: whether the client insists on all of the schema. loose: less of it is asked for, as not all can be
+    enforced.
     """
 
     name: str
     parameters: Mapping[str, Any]
     strict: bool = False
+    loose: bool = False
 
     @property
     def enforced(self) -> dict[str, Any]:
@@ -37,10 +38,10 @@ class Tool:
 
         Raises RequestError for the latter where the client insists on all.
         """
+        if self.loose:
+            return loosened(self.parameters)
         try:
-            schema = enforceable(self.parameters, "tools")
-            checked(f"start: {json_rule(schema)}", "tools")
-            return schema
+            return enforceable(self.parameters, "tools")
         except RequestError:
             if self.strict:
                 raise
@@ -82,6 +83,10 @@ class CallRules:
     tools: Sequence[Tool]
     required: bool = False
     parallel: bool = True
+
+    def loosened(self) -> CallRules:
+        """The same, with less asked of arguments where no client insists."""
+        return replace(self, tools=[replace(tool, loose=not tool.strict) for tool in self.tools])
 
 
 @dataclass

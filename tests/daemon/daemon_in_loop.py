@@ -119,3 +119,4 @@ async def running_daemon(
             yield Daemon(folder / "api.sock", port, service, engines, store or fake_store, session)
         await runner.cleanup()
         await models.close()
+        await service.close()
