@@ -18,7 +18,8 @@ from quantd.engine.errors import RequestError
 
 Schema: TypeAlias = Mapping[str, Any] | bool
 
-MAX_DEPTH = 100
+MAX_DEPTH = 50
+MAX_SCHEMAS = 20_000
 
 # Of any draft: llguidance refuses them where they are of the schema's own draft, and skips them elsewhere.
 # fmt: off
@@ -45,14 +46,16 @@ _ASKING_NOTHING: Mapping[str, tuple[Any, ...]] = {
     "dependentSchemas": ({},),
 }
 _TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
+_CHOICES = (("$ref", str), ("enum", list), ("const", str | int | float), ("anyOf", list), ("oneOf", list))
 _ONE = ("items", "additionalProperties")
 _MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("properties", "patternProperties")
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 
-_LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
-_DATE = rf"^(?:{_LEAP_YEAR}-02-29|\d{{4}}-(?:(?:0[13-9]|1[0-2])-\d\d|02-(?:[01]\d|2[0-8])))"
-# What llguidance's formats let through: February 29 in any year, a second 60 in any minute, too long names.
+_YEAR = r"(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])"
+_LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = rf"^(?:{_LEAP_YEAR}-02-29|{_YEAR}-(?:(?:0[13-9]|1[0-2])-\d\d|02-(?:[01]\d|2[0-8])))"
+# What llguidance's formats let through: February 29 in any year, a year 0, a second 60, too long names.
 _FORMATS: Mapping[str, dict[str, Any]] = {
     "date": {"pattern": _DATE},
     "date-time": {"pattern": _DATE + r".\d\d:\d\d:[0-5]"},
@@ -61,6 +64,7 @@ _FORMATS: Mapping[str, dict[str, Any]] = {
 }
 _ESCAPES = 'nrbtf\\"'
 _MOST_MEETING = 200
+_MAX_PLACE_LEN = 100
 
 
 def enforceable(schema: Schema, param: str) -> dict[str, Any]:
@@ -88,14 +92,16 @@ class _Rewriting:
         self._root = root
         self._param = param
         self._names: dict[str, str] = {}
+        self._undefined: deque[str] = deque()
+        self._num_schemas = 0
         self._escapes = _ESCAPES
 
     def run(self) -> dict[str, Any]:
-        root = self._schema(self._root, "schema", 0)
+        root = self._next(self._root, "schema", 0)
         defined: dict[str, Any] = {}
-        while len(defined) < len(self._names):
-            for reference, name in list(self._names.items())[len(defined) :]:
-                defined[name] = self._schema(self._target(reference), reference, 0)
+        while self._undefined:
+            reference = self._undefined.popleft()
+            defined[self._names[reference]] = self._next(self._target(reference), reference, 0)
         options = {
             "whitespace_flexible": False,
             "item_separator": ", ?",
@@ -105,6 +111,18 @@ class _Rewriting:
         whole = {"allOf": [root]} if isinstance(root, bool) else root
         return {"x-guidance": options, **whole, "$defs": defined}
 
+    def _next(self, schema: Any, where: str, depth: int) -> dict[str, Any] | bool:
+        if isinstance(schema, bool):
+            return schema
+        self._num_schemas += 1
+        if depth > MAX_DEPTH or self._num_schemas > MAX_SCHEMAS:
+            return self._give_up(where)
+        return self._schema(schema, where, depth)
+
+    def _give_up(self, where: str) -> bool:
+        """What stands for a schema that is one too many."""
+        raise NotImplementedError
+
     def _schema(self, schema: Any, where: str, depth: int) -> dict[str, Any] | bool:
         raise NotImplementedError
 
@@ -112,14 +130,20 @@ class _Rewriting:
         """What stands behind a keyword, rewritten where it holds schemas."""
         where = f"{where}.{key}"
         if key in _ONE:
-            return self._schema(value, where, depth)
+            return self._next(value, where, depth)
         if key in _MANY and isinstance(value, list):
-            return [self._schema(one, f"{where}[{i}]", depth) for i, one in enumerate(value)]
+            return [self._next(one, f"{where}[{i}]", depth) for i, one in enumerate(value)]
         if key in _NAMED and isinstance(value, Mapping):
-            return {name: self._schema(one, f"{where}.{name}", depth) for name, one in value.items()}
+            return {name: self._next(one, f"{where}.{name}", depth) for name, one in value.items()}
         if key == "$ref":
-            return "#/$defs/" + self._names.setdefault(str(value), f"d{len(self._names)}")
+            return f"#/$defs/{self._name(str(value))}"
         return value
+
+    def _name(self, reference: str) -> str:
+        if reference not in self._names:
+            self._names[reference] = f"d{len(self._names)}"
+            self._undefined.append(reference)
+        return self._names[reference]
 
     def _target(self, reference: str) -> Any:
         """What a reference to a part of the document refers to (RFC 6901, section 6)."""
@@ -141,14 +165,16 @@ class _Rewriting:
 class _Loose(_Rewriting):
     """One rule for each value, so that rules never contradict each other."""
 
+    def _give_up(self, where: str) -> bool:
+        return True
+
     def _schema(self, schema: Any, where: str, depth: int) -> dict[str, Any] | bool:
-        if not isinstance(schema, Mapping) or depth == MAX_DEPTH:
+        if not isinstance(schema, Mapping):
             return True
         shape = self._shape(_with_prefix_items(schema), where, depth + 1)
-        kinds = (("$ref", str), ("enum", list), ("const", object), ("anyOf", list), ("oneOf", list))
-        for key, kind in kinds if not shape else kinds[:3]:
+        for key, kind in _CHOICES if not shape else _CHOICES[:3]:
             value = schema.get(key)
-            if key in schema and isinstance(value, kind) and (value or key == "const"):
+            if isinstance(value, kind) and value and not inexact({key: value}):
                 return {"anyOf" if key == "oneOf" else key: self._value(key, value, where, depth + 1)}
         return shape
 
@@ -156,8 +182,8 @@ class _Loose(_Rewriting):
         types = schema.get("type")
         named = [types] if isinstance(types, str) else types if isinstance(types, list) else []
         shape: dict[str, Any] = {"type": types} if named and all(one in _TYPES for one in named) else {}
-        for key in ("properties", "items"):
-            if isinstance(schema.get(key), Mapping):
+        for key, kind in (("properties", Mapping), ("prefixItems", list), ("items", Mapping)):
+            if isinstance(schema.get(key), kind):
                 shape[key] = self._value(key, schema[key], where, depth)
         required = schema.get("required")
         if isinstance(required, list):
@@ -178,13 +204,13 @@ class _Strict(_Rewriting):
         super().__init__(root, param)
         self._escapes += "u"
 
+    def _give_up(self, where: str) -> bool:
+        place = where[:_MAX_PLACE_LEN]
+        raise self._refusal(f"{place}: more than {MAX_SCHEMAS} schemas, or nested more than {MAX_DEPTH} deep")
+
     def _schema(self, schema: Any, where: str, depth: int) -> dict[str, Any] | bool:
-        if isinstance(schema, bool):
-            return schema
         if not isinstance(schema, Mapping):
             raise self._refusal(f"{where} must be an object, true or false")
-        if depth == MAX_DEPTH:
-            raise self._refusal(f"{where} is nested too deep; {MAX_DEPTH} schemas are the most")
         if schema is not self._root and not str(schema.get("$id", "#")).startswith("#"):
             raise self._refusal(f"{where}: $id, an address of its own, can only be given to the whole schema")
         schema = {key: value for key, value in _with_prefix_items(schema).items() if _asks(key, value)}
@@ -207,9 +233,9 @@ class _Strict(_Rewriting):
                 f"{where}: {bound.keyword} {bound.value} cannot be enforced less than 1 from another bound"
             )
         least, required = schema.get("minProperties"), schema.get("required")
-        num_required = len(set(required)) if isinstance(required, list) else 0
+        names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else ()
         # A property of no schema of its own may come twice, which counts once.
-        if isinstance(least, int) and least > max(1, num_required):
+        if isinstance(least, int) and least > max(1, len(names)):
             raise self._refusal(f"{where}: minProperties cannot be enforced beyond 1 and what is required")
 
     def _meeting(self, schema: Mapping[str, Any], where: str) -> Iterator[Mapping[str, Any]]:
