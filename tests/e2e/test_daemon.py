@@ -86,8 +86,9 @@ class Served:
         until(idle, "no request holds a block")
 
     def engine(self) -> psutil.Process:
-        (child,) = psutil.Process(self.process.pid).children()
-        return child
+        children = psutil.Process(self.process.pid).children()
+        (engine,) = (child for child in children if "quantd.engine.loop" in child.cmdline())
+        return engine
 
     def send(self, body: dict[str, Any]) -> socket.socket:
         """A raw connection with a chat request on it."""
