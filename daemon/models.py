@@ -77,6 +77,7 @@ class Models:
     start: starts an engine. make_config: the record for a model folder with some options changed.
     default: the model for requests that name none while nothing is loaded. drain_seconds: how long an
     unload waits for the requests that run. keep_alive: seconds that a model stays after its last request.
+    on_gone: called with each entry that has left.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Models:
         self._drain_seconds = drain_seconds
         self._keep_alive = keep_alive
         self._entries: dict[str, ModelEntry] = {}
+        self.on_gone: Callable[[ModelEntry], object] = lambda entry: None
 
     @property
     def entries(self) -> list[ModelEntry]:
@@ -301,6 +303,7 @@ class Models:
             entry.model.keep_alive.close()
         if self._entries.get(entry.name) is entry:
             del self._entries[entry.name]
+        self.on_gone(entry)
 
 
 async def _within(seconds: float | None, awaitable: Awaitable[object]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from quantd.daemon.chat_format import AnswerRules, ChatFormat, Prompt
 from quantd.daemon.choice import Choice, Echo
@@ -75,6 +76,7 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         self._checker = GrammarChecker()
+        models.on_gone = lambda entry: self._checker.forget(Path(entry.config.model_path))
 
     async def close(self) -> None:
         """End what helps with requests, of which none is under way any more."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import socket
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -15,6 +14,7 @@ from typing import IO, TypeAlias
 
 import msgspec
 
+from quantd.engine.child import Child
 from quantd.engine.config import EngineConfig
 from quantd.engine.connection import encode_frame, read_frame
 from quantd.engine.errors import CapacityError, EngineDiedError, NumericsError, RequestError
@@ -37,8 +37,6 @@ from quantd.quant.errors import CheckpointError, UnsupportedModelError
 
 # -P: a file of the working directory must not pass for a module of the engine.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "quantd.engine.loop")
-EXIT_GRACE_SECONDS = 5.0
-_STDERR = 2
 
 _LOAD_ERRORS: dict[str, type[QuantdError]] = {
     **{error.__name__: error for error in (CheckpointError, UnsupportedModelError, CapacityError)},
@@ -54,13 +52,9 @@ class EngineClient:
 
     info: ModelInfo
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, child: Child) -> None:
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._process = process
-        self._reader = reader
-        self._writer = writer
+        self._child = child
         self._decoder = msgspec.msgpack.Decoder[FromEngine](FromEngine)
         self._inboxes: dict[str, _Inbox] = {}
         self._asking: deque[asyncio.Future[Stats]] = deque()
@@ -83,7 +77,7 @@ class EngineClient:
         ran out, EngineDiedError if the process ended without a reason of its own. No process is left
         behind by an exception or a cancellation.
         """
-        client = await cls._spawn(command, log)
+        client = cls(await Child.start(command, log))
         try:
             client._send(config)
             client.info = await client._wait_until_ready(on_progress)
@@ -96,7 +90,7 @@ class EngineClient:
     @property
     def pid(self) -> int:
         """The process id of the engine."""
-        return self._process.pid
+        return self._child.process.pid
 
     def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
         """The events of a request, the last of which has a finish_reason.
@@ -126,33 +120,11 @@ class EngineClient:
         """End the process and wait for its end; running generators raise EngineDiedError. Idempotent."""
         if self._end_reason is None:
             self._end_reason = "the engine was closed"
-        await self._reap()
+        await self._child.end()
         if self._reading is not None:
             await self._reading
         elif not self.died.done():
             self._die(self._end_reason)
-
-    @classmethod
-    async def _spawn(cls, command: Sequence[str], log: int | IO[bytes] | None) -> EngineClient:
-        ours, theirs = socket.socketpair()
-        output = _STDERR if log is None else log
-        try:
-            with theirs:
-                fd = theirs.fileno()
-                process = await asyncio.create_subprocess_exec(
-                    *command,
-                    str(fd),
-                    pass_fds=(fd,),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                )
-            reader, writer = await asyncio.open_unix_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            raise
-        return cls(process, reader, writer)
 
     async def _wait_until_ready(self, on_progress: Callable[[int, int], None] | None) -> ModelInfo:
         while True:
@@ -192,10 +164,10 @@ class EngineClient:
             raise EngineDiedError(self.died.result())
 
     def _send(self, message: EngineConfig | ToEngine) -> None:
-        self._writer.write(encode_frame(message))
+        self._child.writer.write(encode_frame(message))
 
     async def _receive(self) -> FromEngine:
-        return self._decoder.decode(await read_frame(self._reader))
+        return self._decoder.decode(await read_frame(self._child.reader))
 
     async def _read(self) -> None:
         """Hand out what the engine sends, until it sends no more."""
@@ -229,18 +201,8 @@ class EngineClient:
                 answer.set_exception(EngineDiedError(reason))
 
     async def _exit_reason(self) -> str:
-        status = await self._reap()
+        status = await self._child.end()
         if status >= 0:
             return f"the engine process ended with status {status}"
         hint = ", perhaps by the system for want of memory" if status == -signal.SIGKILL else ""
         return f"the engine process was ended by {signal.Signals(-status).name}{hint}"
-
-    async def _reap(self) -> int:
-        """Hang up, which ends the process, and wait for its end; after the grace, by force."""
-        self._writer.close()
-        try:
-            async with asyncio.timeout(EXIT_GRACE_SECONDS):
-                return await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            return await self._process.wait()

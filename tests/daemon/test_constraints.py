@@ -22,7 +22,8 @@ from quantd.daemon.constraints import (
     Regex,
     written_grammar,
 )
-from quantd.daemon.grammar_check import GrammarChecker
+from quantd.daemon.errors import OverloadedError
+from quantd.daemon.grammar_check import CheckLimits, GrammarChecker
 from quantd.engine.errors import RequestError
 
 TOKENIZER = Path(__file__).parents[1] / "data" / "tokenizer"
@@ -128,8 +129,8 @@ def test_what_is_no_constraint_is_refused(constraint: Constraint, why: str) -> N
 
 
 @asynccontextmanager
-async def checking(seconds: float = 60.0) -> AsyncIterator[GrammarChecker]:
-    checker = GrammarChecker(seconds)
+async def checking(**limits: float) -> AsyncIterator[GrammarChecker]:
+    checker = GrammarChecker(CheckLimits(**{"check_seconds": 60.0} | limits))
     try:
         yield checker
     finally:
@@ -181,24 +182,105 @@ async def test_a_grammar_that_ends_the_process_is_refused_and_others_go_on() -> 
         assert await good is None
 
 
+SLOW = [
+    JsonSchema({"type": "integer", "multipleOf": number}, "response_format").grammar()
+    for number in (999_983, 999_979, 999_961)
+]
+
+
 @in_loop
 async def test_a_grammar_that_takes_too_long_is_refused_and_others_go_on() -> None:
-    async with checking(seconds=1.0) as checker:
-        slow = JsonSchema({"type": "integer", "multipleOf": 999_983}, "response_format").grammar()
-        assert "longer than 1 s" in str(await refusal(checker, slow))
-        checker._seconds = 60.0
-        assert await refusal(checker, 'start: "a"') is None
+    async with checking(check_seconds=1.5) as checker:
+        slow = [asyncio.create_task(refusal(checker, SLOW[0])) for _ in range(3)]
+        good = asyncio.create_task(refusal(checker, 'start: "a"'))
+        for task in slow:
+            assert "longer than 1.5 s" in str(await task)
+        assert await good is None
 
 
 @in_loop
-async def test_who_leaves_while_waiting_takes_nobody_s_answer() -> None:
-    async with checking() as checker:
-        waiting = [asyncio.create_task(refusal(checker, f"start: <no{i}>")) for i in range(3)]
+async def test_what_took_too_long_is_tried_again_after_a_while() -> None:
+    async with checking(check_seconds=1.0, refused_seconds=0.0) as checker:
+        assert "longer than 1 s" in str(await refusal(checker, SLOW[0]))
+        again = asyncio.create_task(refusal(checker, SLOW[0]))
+        await new_worker()
+        assert "longer than 1 s" in str(await again)
+
+
+@in_loop
+async def test_nobody_waits_without_end_for_others_grammars() -> None:
+    async with checking(check_seconds=3.0, wait_seconds=0.5) as checker:
+        first = asyncio.create_task(refusal(checker, SLOW[0]))
         await asyncio.sleep(0)
-        waiting[1].cancel()
-        assert "no0" in str(await waiting[0])
-        assert "no2" in str(await waiting[2])
+        for task in [asyncio.create_task(refusal(checker, slow)) for slow in SLOW[1:]]:
+            with pytest.raises(OverloadedError):
+                await task
+        first.cancel()
+
+
+async def all_end() -> None:
+    """Wait until there is no process."""
+    async with asyncio.timeout(10):
+        while workers():
+            await asyncio.sleep(0.01)
+
+
+async def new_worker() -> psutil.Process:
+    """The process, once there is one."""
+    async with asyncio.timeout(10):
+        while not workers():
+            await asyncio.sleep(0.01)
+    return workers()[0]
+
+
+@in_loop
+async def test_a_process_that_is_killed_in_the_middle_of_a_check_is_started_again() -> None:
+    async with checking() as checker:
+        task = asyncio.create_task(refusal(checker, 'start: "a"'))
+        killed = await new_worker()
+        killed.kill()
+        assert await task is None
+        assert workers() != [killed]
+        workers()[0].kill()
+        assert await refusal(checker, 'start: "b"') is None
+
+
+@in_loop
+async def test_what_is_known_needs_no_process_and_goes_with_its_model() -> None:
+    async with checking() as checker:
+        for grammar in ('start: "a"', "start: <nope>"):
+            first = await refusal(checker, grammar)
+            workers()[0].suspend()
+            assert await refusal(checker, grammar) == first
+            workers()[0].resume()
+        checker.forget(Path("elsewhere"))
+        await all_end()
         assert await refusal(checker, 'start: "a"') is None
+        assert workers() == []
+        checker.forget(TOKENIZER)
+        assert await refusal(checker, 'start: "a"') is None
+        assert len(workers()) == 1
+
+
+@in_loop
+async def test_an_idle_process_ends() -> None:
+    async with checking(idle_seconds=0.3) as checker:
+        assert await refusal(checker, 'start: "a"') is None
+        assert len(workers()) == 1
+        await all_end()
+        assert await refusal(checker, 'start: "b"') is None
+
+
+@in_loop
+async def test_who_leaves_takes_nobody_s_answer() -> None:
+    """Neither one who waits nor one whose check is under way."""
+    async with checking() as checker:
+        tasks = [asyncio.create_task(refusal(checker, f"start: <no{i}>")) for i in range(4)]
+        tasks[1].cancel()
+        await new_worker()
+        tasks[0].cancel()
+        assert "no2" in str(await tasks[2])
+        assert "no3" in str(await tasks[3])
 
 
 @in_loop
@@ -206,6 +288,16 @@ async def test_a_process_that_ends_at_once_is_a_refusal() -> None:
     checker = GrammarChecker(command=(sys.executable, "-c", "pass"))
     assert "too large" in str(await refusal(checker, 'start: "a"'))
     await checker.close()
+
+
+@in_loop
+async def test_the_last_model_that_goes_takes_the_process_along() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
+    async with running_daemon() as daemon:
+        assert (await daemon.post("/v1/chat/completions", body | {"max_tokens": 1}))[0] == 200
+        assert len(workers()) == 1
+        await daemon.post("/quantd/unload", {"model": "tiny"})
+        await all_end()
 
 
 @in_loop

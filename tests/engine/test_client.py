@@ -206,7 +206,7 @@ async def test_a_cancelled_load_leaves_no_process() -> None:
 
 
 def test_a_stopped_process_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quantd.engine.client.EXIT_GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("quantd.engine.child.END_SECONDS", 0.2)
 
     async def stop_and_close() -> None:
         async with running() as client:
