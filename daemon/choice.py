@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 from quantd.daemon.content_end import ContentEnd, End, Finish
 from quantd.daemon.deltas import Delta, ScoredToken
@@ -120,7 +119,8 @@ class Choice:
         if end is not None:
             return [*deltas, *self._finish(pieces, end)]
         if event.finish_reason is not None:
-            return [*deltas, *self._finish(pieces, End(cast(Finish, event.finish_reason)))]
+            end = End("length" if event.finish_reason == "length" else "stop")
+            return [*deltas, *self._finish(pieces, end)]
         return [*deltas, *self._deltas(pieces, self._release())]
 
     def _take(self, event: TokenEvent, pieces: list[Piece]) -> End | None:

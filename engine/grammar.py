@@ -127,6 +127,11 @@ class Matcher:
         self.core.consume_tokens(list(output[self._num_fed :]))
         self._num_fed = len(output)
 
+    def is_over(self, output: Sequence[int]) -> bool:
+        """Whether a request's output is complete, and nothing can follow."""
+        self.follow(output)
+        return self.core.is_stopped() and not self.core.is_error()
+
     def finish(self, row: BitRow) -> str | None:
         """Put the ends right in the bits that `core` gave for the output. Why none is set, if that is so."""
         if self.core.is_error():

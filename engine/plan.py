@@ -30,8 +30,7 @@ class RequestState:
     fresh one where it asked for none. num_prompt_logprobs: how many the runner has given (Scheduler
     counts them), so that a recomputed prompt gives none twice. num_cached: prompt tokens found in the
     prefix cache at the first admission; None before it. hidden_sum: of computed tokens that an embedding
-    is made of, as the latest step left it. matcher: of its grammar, if it has one; follows the output when
-    masks are made (see quantd.engine.token_masks).
+    is made of, as the latest step left it. matcher: of its grammar, if it has one; follows the output.
     """
 
     request: Request

@@ -8,7 +8,9 @@ import msgspec
 
 from quantd.engine.errors import RequestError
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "complete", "length", "abort", "error"]
+"""stop: at a stop token, the last of its tokens; complete: nothing can follow by the request's grammar."""
+
 Pooling = Literal["mean", "last", "first"]
 MAX_LOGPROBS = 20
 MAX_GRAMMAR_LEN = 1 << 19
@@ -24,10 +26,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature 0 is greedy. top_k 0 or -1: off. min_tokens: stop ids are masked until then.
     stop_token_ids: the model's end ids (unless ignored) and the client's. grammar: what the continuation
     must be (see quantd.engine.grammar); stop ids come where it is complete and nowhere else, and where
-    nothing but them can follow they come before min_tokens too. max_tokens None: to the context's end.
-    logprobs None: off; N: the chosen token's and the N likeliest of each step. prompt_logprobs likewise
-    for every prompt token but the first. Logprobs are those of the raw logits, before penalties,
-    temperature and grammar.
+    nothing else can follow the continuation ends without one, before min_tokens too. max_tokens None: to
+    the context's end. logprobs None: off; N: the chosen token's and the N likeliest of each step.
+    prompt_logprobs likewise for every prompt token but the first. Logprobs are those of the raw logits,
+    before penalties, temperature and grammar.
     """
 
     temperature: float = 1.0

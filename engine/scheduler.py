@@ -304,6 +304,8 @@ class Scheduler:
         sampling = state.request.sampling
         if state.output and state.output[-1] in sampling.stop_token_ids:
             return "stop"
+        if state.matcher is not None and state.output and state.matcher.is_over(state.output):
+            return "complete"
         full = state.num_tokens == self.info.max_request_len
         return "length" if full or len(state.output) == sampling.max_tokens else None
 

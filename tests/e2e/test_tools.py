@@ -163,6 +163,15 @@ def test_every_surface_keeps_to_a_schema(
     assert value.keys() == {"city"} and len(value["city"]) <= 20
 
 
+def completed(served: Served, fields: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The choice, and how many tokens it has."""
+    body = {"prompt": "It is ", "max_tokens": 40, "temperature": 0} | fields
+    status, answer = served.post("/v1/completions", body)
+    assert status == 200, answer
+    (choice,) = answer["choices"]
+    return choice, answer["usage"]["completion_tokens"]
+
+
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
@@ -174,10 +183,10 @@ def test_every_surface_keeps_to_a_schema(
     ids=str,
 )
 def test_other_forms(served: Served, fields: dict[str, Any], pattern: str) -> None:
-    status, answer = served.post("/v1/completions", {"prompt": "It is ", "max_tokens": 40} | fields)
-    assert status == 200, answer
-    (choice,) = answer["choices"]
+    choice, num_tokens = completed(served, fields)
     assert choice["finish_reason"] == "stop" and re.fullmatch(pattern, choice["text"]), choice
+    just_enough, _ = completed(served, fields | {"max_tokens": num_tokens})
+    assert just_enough == choice
 
 
 def test_case_c27(served: Served) -> None:

@@ -392,7 +392,7 @@ def test_a_grammar_is_followed(folder: Path, expected: list[Completion]) -> None
     assert token_ids(served[:3]) == token_ids(expected)
     for answer in served[3:]:
         assert re.fullmatch("x[a-c]{3}", tokenizer.decode(answer.token_ids)), answer
-        assert answer.finish_reason == "stop"
+        assert answer.finish_reason == "complete"
 
 
 def test_a_seed_draws_the_same_alone_and_beside_others() -> None:
