@@ -29,6 +29,7 @@ from quantd.daemon.routes.ollama import OLLAMA_ROUTES
 from quantd.daemon.routes.ollama_library import OLLAMA_LIBRARY_ROUTES
 from quantd.daemon.routes.openai import OPENAI_ROUTES
 from quantd.daemon.routes.openapi import OPENAPI_ROUTES
+from quantd.daemon.routes.page import PAGE_ROUTES
 from quantd.daemon.routes.responses import RESPONSES_ROUTES
 from quantd.daemon.routes.route import Route, route_of
 from quantd.daemon.service import Service
@@ -56,6 +57,7 @@ ROUTES = (
     *OLLAMA_LIBRARY_ROUTES,
     *LLAMA_SERVER_ROUTES,
     *OPENAPI_ROUTES,
+    *PAGE_ROUTES,
 )
 
 

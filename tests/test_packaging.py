@@ -53,7 +53,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sources() -> list[Path]:
     paths = [path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*")]
-    return [path for path in paths if path.suffix in {".py", ".c", ".h", ".service", ".socket", ".conf"}]
+    return [
+        path for path in paths if path.suffix in {".py", ".c", ".h", ".html", ".service", ".socket", ".conf"}
+    ]
 
 
 def test_the_wheel_holds_every_source(wheel: Path) -> None:

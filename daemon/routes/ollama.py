@@ -144,11 +144,6 @@ async def me(request: web.Request) -> web.StreamResponse:
     return json_response({"error": "unauthorized: there are no accounts here"}, 401)
 
 
-async def alive(request: web.Request) -> web.StreamResponse:
-    """GET /"""
-    return web.Response(text="Ollama is running")
-
-
 def ollama_route(
     method: str, path: str, handler: Handler, body: type[msgspec.Struct] | None = None, **rest: Any
 ) -> Route:
@@ -167,5 +162,4 @@ OLLAMA_ROUTES: Sequence[Route] = (
     ollama_route("GET", "/api/version", version),
     ollama_route("GET", "/api/status", status),
     ollama_route("POST", "/api/me", me, successes=(), refusals=(401,)),
-    ollama_route("GET", "/", alive, contents=("text/plain",)),
 )
