@@ -25,6 +25,7 @@ from quantd.daemon.tool_formats.lark import Lark
 from quantd.daemon.tool_prompts import ToolPrompts
 from quantd.daemon.turns import by_turns
 from quantd.engine.errors import RequestError
+from quantd.engine.request import ThinkingBudget
 
 # What templates look up to switch reasoning on or off.
 _SWITCHES = ("enable_thinking", "thinking")
@@ -118,6 +119,24 @@ class ChatFormat:
         embedded = None if form is None else lark.embed(form)
         start, calls = self._start(prompt), self._call_format(rules)
         return AnswerGrammar(lark, self._tags, start, calls, rules.calls, embedded).text()
+
+    def thinking_budget(self, prompt: Prompt, num_tokens: int) -> ThinkingBudget | None:
+        """A limit for the reasoning in an answer to this prompt.
+
+        None where it is over already, or does not end with one token, which could be put there.
+        """
+        start = self._start(prompt)
+        if self._tags is None or start == "over":
+            return None
+        opening, closing = (self._token(tag) for tag in (self._tags.opening, self._tags.closing))
+        if closing is None or (start == "possible" and opening is None):
+            return None
+        return ThinkingBudget(num_tokens, closing, opening if start == "possible" else None)
+
+    def _token(self, text: str) -> int | None:
+        """The added token that spells all of a text."""
+        parts = list(self._tokenizer.split_added(text))
+        return parts[0] if len(parts) == 1 and isinstance(parts[0], int) else None
 
     def _start(self, prompt: Prompt) -> Start:
         return "over" if self._tags is None else self._tags.start(prompt.text)

@@ -32,7 +32,7 @@ class Tester:
     def __init__(self) -> None:
         self._model: tuple[str, int] | None = None
         self._compiler: GrammarCompiler
-        self._masks = TokenMasks()
+        self._masks = TokenMasks(0)
 
     def check(self, request: CheckGrammar) -> Checked:
         """Compile a grammar and find its first mask."""

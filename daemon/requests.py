@@ -57,9 +57,10 @@ class ChatRequest:
 
     messages, tools: as templates read them, which is OpenAI's form with arguments of calls as objects.
     parallel_tool_calls: whether an answer may call more than once. thinking: whether the model is to
-    reason first; None: as it does by itself. template: Jinja to use in place of the model's own. history:
-    tokens that the conversation goes on from. continues: the last message is the assistant's, and the answer
-    goes on with it. truncate: leave out the oldest turns where all do not fit.
+    reason first; None: as it does by itself. thinking_tokens: how many it may reason for. template: Jinja to
+    use in place of the model's own. history: tokens that the conversation goes on from. continues: the last
+    message is the assistant's, and the answer goes on with it. truncate: leave out the oldest turns where
+    all do not fit.
     """
 
     model: str | None
@@ -68,6 +69,7 @@ class ChatRequest:
     tool_choice: ToolChoice = ToolChoice()
     parallel_tool_calls: bool = True
     thinking: bool | None = None
+    thinking_tokens: int | None = None
     documents: Sequence[dict[str, Any]] | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     template: str | None = None

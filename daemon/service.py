@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from quantd.daemon.chat_format import AnswerRules, ChatFormat, Prompt
 from quantd.daemon.choice import Choice, Echo
 from quantd.daemon.constraints import Constraint
@@ -97,8 +99,8 @@ class Service:
             prompt = await chat_prompt(model, chat, request)
             grammar = await self._chat_grammar(model, chat, prompt, rules)
             parser = partial(chat.parser, prompt, rules)
-            prompts = _Prompts([prompt.ids])
-            return self._generate(model, prompts, request.options, held, loaded, parser, grammar)
+            prompts, options = _Prompts([prompt.ids]), _with_budget(chat, prompt, request)
+            return self._generate(model, prompts, options, held, loaded, parser, grammar)
 
     async def prompt(self, request: ChatRequest) -> Prompt:
         """The prompt that `chat` would give the model. Raises as `chat`."""
@@ -286,3 +288,12 @@ class Service:
             prompt=prompts.ids[0],
         )
         return Generation(head, model.engine, jobs, options.n, self.metrics, on_close, load_seconds)
+
+
+def _with_budget(chat: ChatFormat, prompt: Prompt, request: ChatRequest) -> Options:
+    """The options, with a limit for reasoning where one is asked for."""
+    options = request.options
+    if request.thinking_tokens is None:
+        return options
+    budget = chat.thinking_budget(prompt, request.thinking_tokens)
+    return replace(options, sampling=msgspec.structs.replace(options.sampling, thinking=budget))

@@ -115,12 +115,12 @@ class Matcher:
         self, core: LLMatcher, tokenizer: LLTokenizer, end_ids: Sequence[int], min_tokens: int
     ) -> None:
         self.core = core
-        self.num_words = -(-tokenizer.vocab_size // _WORD_BITS)
+        self.num_words = num_words(tokenizer.vocab_size)
         self._min_tokens = min_tokens
         self._num_fed = 0
-        self._ends = _bits(end_ids, self.num_words)
+        self._ends = bit_row(end_ids, self.num_words)
         # llguidance lets its own end ids come at the end, whatever the request says.
-        self._cleared = ~(self._ends | _bits(tokenizer.eos_tokens, self.num_words))
+        self._cleared = ~(self._ends | bit_row(tokenizer.eos_tokens, self.num_words))
 
     def follow(self, output: Sequence[int]) -> None:
         """Go on to the end of a request's output, of which an earlier part may be known already."""
@@ -142,7 +142,13 @@ class Matcher:
         return None if row.any() else "no token of the model can go on as the grammar asks"
 
 
-def _bits(token_ids: Sequence[int], num_words: int) -> BitRow:
+def num_words(vocab_size: int) -> int:
+    """Of a BitRow for so many tokens."""
+    return -(-vocab_size // _WORD_BITS)
+
+
+def bit_row(token_ids: Sequence[int], num_words: int) -> BitRow:
+    """A row in which the bits of these tokens are set."""
     bits = np.zeros(num_words * _WORD_BITS, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

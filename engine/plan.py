@@ -53,6 +53,17 @@ class RequestState:
         return self.request.id
 
     @property
+    def forced(self) -> int | None:
+        """The token that comes next whatever the model says."""
+        thinking = self.request.sampling.thinking
+        return None if thinking is None else thinking.forced(self.output)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether only some tokens may come next."""
+        return self.matcher is not None or self.forced is not None
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known: prompt and output."""
         return len(self.request.prompt) + len(self.output)

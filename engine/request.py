@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -18,6 +19,30 @@ MAX_GRAMMAR_LEN = 1 << 19
 
 INT64_MAX = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
+_MOST_BEFORE_THINKING = 4
+
+
+class ThinkingBudget(msgspec.Struct, frozen=True):
+    """How many tokens a continuation may reason, and the token that then ends the reasoning.
+
+    opening: the token that begins it; None: the prompt ends in it.
+    """
+
+    num_tokens: int
+    closing: int
+    opening: int | None = None
+
+    def forced(self, output: Sequence[int]) -> int | None:
+        """The only token that may come after this output, if its reasoning has to end now."""
+        if len(output) < self.num_tokens or self.closing in output:
+            return None
+        begin = 0
+        if self.opening is not None:
+            # White space may go before it, and nothing else.
+            if self.opening not in output[:_MOST_BEFORE_THINKING]:
+                return None
+            begin = output.index(self.opening) + 1
+        return self.closing if len(output) - begin >= self.num_tokens else None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     grammar: str | None = None
+    thinking: ThinkingBudget | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -52,7 +78,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def looks_back(self) -> bool:
         """Whether the tokens drawn so far change how the next one is."""
         counts = self.frequency_penalty != 0 or self.presence_penalty != 0
-        return counts or self.repetition_penalty != 1 or self.grammar is not None
+        held = self.grammar is not None or self.thinking is not None
+        return counts or self.repetition_penalty != 1 or held
 
     def validate(self, vocab_size: int) -> None:
         """Raise RequestError naming the first field that no engine could honour."""

@@ -50,7 +50,7 @@ class ModelRunner:
         self.info = info
         self._part = part
         self._sampler = sampler
-        self._masks = TokenMasks()
+        self._masks = TokenMasks(info.vocab_size)
 
     def run(self, plan: Plan) -> StepOutput:
         """Compute a step's tokens; draw the next one of each entry that samples."""

@@ -56,11 +56,11 @@ class Sampler:
 
 
 def _masked(raw: list[Row], masks: Masks, requests: Sequence[RequestState]) -> list[Row]:
-    """Rows of raw logits, those of requests with a grammar as it allows."""
+    """Rows of raw logits, those of requests that may not have every token as they may."""
     if masks.bits is None:
         return raw
     rows = zip(raw, masks.bits, requests, strict=True)
-    return [row if state.matcher is None else allowed(row, bits) for row, bits, state in rows]
+    return [allowed(row, bits) if state.is_held else row for row, bits, state in rows]
 
 
 def cut_of(params: SamplingParams, vocab_size: int) -> Cut:

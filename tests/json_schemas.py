@@ -189,7 +189,7 @@ def _answer(core: LLMatcher, random: Random, most: int) -> str | None:
     return None
 
 
-_MASKS = TokenMasks()
+_MASKS = TokenMasks(0)
 _ENDING = frozenset(b'"]},') | {256}
 
 

@@ -2,8 +2,8 @@
 
 Source: Anthropic API reference, messages and count_tokens. null means the default, unknown fields are
 ignored, and what would change the answer but is not supported is refused by name. Own rules: thinking is
-left to the model unless it is asked for or against (its budget is not enforced); tools that only
-Anthropic's servers run, or whose schema only its models know, are not offered to the model.
+left to the model unless it is asked for or against; tools that only Anthropic's servers run, or whose
+schema only its models know, are not offered to the model.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from quantd.daemon.constraints import Constraint, JsonSchema
 from quantd.daemon.errors import ThreadsUnsupportedError
 from quantd.daemon.requests import ChatRequest, Options, ToolChoice
 from quantd.daemon.wire.anthropic_messages import MessageBody, neutral_messages
-from quantd.daemon.wire.body import function_tool, refuse_unsupported, sampling, stop_strings
+from quantd.daemon.wire.body import check_range, function_tool, refuse_unsupported, sampling, stop_strings
 from quantd.engine.errors import RequestError
+from quantd.engine.request import MAX_TOKENS
 
 
 class ToolBody(msgspec.Struct, frozen=True):
@@ -59,6 +60,7 @@ _TOOL_MODES: dict[str, Literal["none", "auto", "required"]] = {
 
 class Thinking(msgspec.Struct, frozen=True):
     type: str
+    budget_tokens: int | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
@@ -95,6 +97,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
             tool_choice=_tool_choice(choice),
             parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
             thinking=_thinking(self.thinking),
+            thinking_tokens=_thinking_tokens(self.thinking),
             template_variables=self._template_variables(),
             continues=messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1],
             options=self._options(),
@@ -168,6 +171,13 @@ def _thinking(thinking: Thinking | None) -> bool | None:
     if thinking is None or thinking.type == "adaptive":
         return None
     return thinking.type != "disabled"
+
+
+def _thinking_tokens(thinking: Thinking | None) -> int | None:
+    """How many tokens to think for; None: no limit. Raises RequestError."""
+    if thinking is None or thinking.budget_tokens is None:
+        return None
+    return check_range("thinking.budget_tokens", thinking.budget_tokens, MAX_TOKENS)
 
 
 class PageQuery(msgspec.Struct, frozen=True):

@@ -72,10 +72,11 @@ def refuse_unsupported(body: msgspec.Struct, names: tuple[str, ...]) -> None:
             raise RequestError(f"{name} is not supported yet", name)
 
 
-def check_range(name: str, value: int, high: int) -> None:
-    """Raise RequestError for a field outside 0..high."""
+def check_range(name: str, value: int, high: int) -> int:
+    """The value. Raises RequestError for a field outside 0..high."""
     if not 0 <= value <= high:
         raise RequestError(f"{name} must be between 0 and {high}, got {value}", name)
+    return value
 
 
 def stop_strings(stop: str | list[str] | None, name: str = "stop") -> tuple[str, ...]:

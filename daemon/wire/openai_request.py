@@ -43,7 +43,7 @@ from quantd.daemon.wire.structured import (
     structured,
 )
 from quantd.engine.errors import RequestError
-from quantd.engine.request import MAX_LOGPROBS
+from quantd.engine.request import MAX_LOGPROBS, MAX_TOKENS
 
 MAX_CHOICES = 128
 COMPLETION_TOKENS = 16
@@ -173,6 +173,9 @@ class ChatBody(_Fields, frozen=True, kw_only=True):
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
+    thinking_token_budget: int | None = None
+    thinking_budget_tokens: int | None = None
+    reasoning_budget_tokens: int | None = None
     functions: Any = None
     function_call: Any = None
     documents: list[dict[str, Any]] | None = None
@@ -192,6 +195,7 @@ class ChatBody(_Fields, frozen=True, kw_only=True):
             tool_choice=tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             thinking=thinks(self.reasoning_effort),
+            thinking_tokens=self._thinking_tokens(),
             documents=self.documents,
             template_variables=self._template_variables(),
             options=self.options(self._max_tokens(), self._num_logprobs()),
@@ -205,6 +209,13 @@ class ChatBody(_Fields, frozen=True, kw_only=True):
     def _template_variables(self) -> dict[str, Any]:
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | (self.chat_template_kwargs or {})
+
+    def _thinking_tokens(self) -> int | None:
+        """By vLLM's name, or either of llama-server's; -1 is no limit."""
+        names = ("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget_tokens")
+        given = ((name, getattr(self, name)) for name in names)
+        name, budget = next(((name, value) for name, value in given if value is not None), (names[0], -1))
+        return None if budget == -1 else check_range(name, budget, MAX_TOKENS)
 
     def _max_tokens(self) -> int | None:
         """The first limit given; llama-server's name for it may ask for the prompt alone."""

@@ -213,7 +213,7 @@ def state_of(compiler: GrammarCompiler, grammar: str, output: list[int], **sampl
 
 
 def allowed(*states: RequestState) -> list[set[int]]:
-    bits = TokenMasks().start(states).result().bits
+    bits = TokenMasks(0).start(states).result().bits
     assert bits is not None and bits.dtype == np.int32
     rows = np.unpackbits(bits.view(np.uint8), axis=1, count=VOCAB_SIZE, bitorder="little")
     return [set(np.flatnonzero(row).tolist()) for row in rows]
@@ -247,7 +247,7 @@ def test_a_mask_follows_from_the_output_however_that_came(
 
 def test_requests_without_a_grammar_are_not_masked(compiler: GrammarCompiler) -> None:
     free = RequestState(Request(id="b", prompt=[5], sampling=SamplingParams()))
-    assert TokenMasks().start([free]).result().bits is None
+    assert TokenMasks(0).start([free]).result().bits is None
     assert allowed(free, state_of(compiler, YES_OR_NO, []))[0] == set(range(VOCAB_SIZE))
 
 
