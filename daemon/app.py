@@ -94,11 +94,19 @@ def make_runner(app: web.Application) -> web.AppRunner:
 
 
 def error_shape(request: web.Request) -> ErrorShape:
-    """The shape of the handler's dialect; OpenAI's where no handler is found and no header tells."""
+    """The shape of the handler's dialect, or of those whose paths begin so; else OpenAI's."""
     if anthropic.VERSION_HEADER in request.headers:
         return anthropic.error_object
     route = route_of(request)
-    return openai_error if route is None else route.errors
+    return _SHAPES.get(_first_part(request.path), openai_error) if route is None else route.errors
+
+
+def _first_part(path: str) -> str:
+    """What a path begins with, but for /v1."""
+    return next((part for part in path.split("/") if part not in ("", "v1")), "")
+
+
+_SHAPES = {_first_part(route.path): route.errors for route in ROUTES}
 
 
 def error_status(request: web.Request, status: int) -> int:

@@ -6,18 +6,25 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from quantd.daemon.broadcast import Broadcast
+
 
 class Background:
-    """Running work by id. What it raises is its own affair: it has no one to tell."""
+    """Running work by id, and what it tells. What it raises is its own affair: it has no one to tell."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._told: dict[str, Broadcast] = {}
 
-    def start(self, id: str, work: Coroutine[Any, Any, None]) -> None:
-        """Run it."""
+    def start(self, id: str, work: Coroutine[Any, Any, None], told: Broadcast) -> None:
+        """Run it. told: is closed at its end."""
         task = asyncio.create_task(work)
-        self._tasks[id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(id, None))
+        self._tasks[id], self._told[id] = task, told
+        task.add_done_callback(lambda _: self._end(id))
+
+    def told(self, id: str) -> Broadcast | None:
+        """What running work tells."""
+        return self._told.get(id)
 
     async def cancel(self, id: str) -> bool:
         """End it; False where it is over by itself."""
@@ -27,6 +34,10 @@ class Background:
         task.cancel()
         await asyncio.wait({task})
         return task.cancelled()
+
+    def _end(self, id: str) -> None:
+        del self._tasks[id]
+        self._told.pop(id).close()
 
     async def close(self) -> None:
         """End all."""

@@ -16,10 +16,14 @@ Item: TypeAlias = dict[str, Any]
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """A response as its client gets it, and all items that it answers, those of earlier turns too."""
+    """A response as its client gets it, and all items that it answers, those of earlier turns too.
+
+    frames: its stream, of one that was made in the background.
+    """
 
     response: dict[str, Any]
     input: list[Item]
+    frames: list[bytes] = []
 
     @property
     def conversation(self) -> list[Item]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from quantd.daemon.content_end import Finish
-from quantd.daemon.deltas import Delta
+from quantd.daemon.deltas import Delta, ScoredToken
 from quantd.daemon.generation import Generation
 
 Kind: TypeAlias = Literal["reasoning", "content", "tool_call"]
@@ -18,13 +18,14 @@ Kind: TypeAlias = Literal["reasoning", "content", "tool_call"]
 
 @dataclass
 class Section:
-    """A part of one kind; a tool call has an index, an id and a name."""
+    """A part of one kind; a tool call has an index, an id and a name. tokens: of content, where asked."""
 
     kind: Kind
     call_index: int | None = None
     call_id: str = ""
     name: str = ""
     parts: list[str] = field(default_factory=list)
+    tokens: list[ScoredToken] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -38,6 +39,7 @@ class Addition(NamedTuple):
     section: Section
     part: str
     begins: bool
+    tokens: Sequence[ScoredToken] = ()
 
 
 class Sections:
@@ -47,25 +49,33 @@ class Sections:
         self.all: list[Section] = []
         self.finish_reason: Finish | None = None
         self.stop_string: str | None = None
+        self._textless: list[ScoredToken] = []
 
     def feed(self, delta: Delta) -> Sequence[Addition]:
         """Take a delta in."""
         self.finish_reason, self.stop_string = delta.finish_reason, delta.stop_string
-        runs = (Section("reasoning"), delta.reasoning), (Section("content"), delta.text)
-        added = [self._add(section, part) for section, part in runs if part]
+        added = [self._add(Section("reasoning"), delta.reasoning)] if delta.reasoning else []
+        if delta.text:
+            added.append(self._add(Section("content"), delta.text, self._scored(delta)))
         if (call := delta.tool_call) is not None:
             section = Section("tool_call", call.index, call.id or "", call.name or "")
             added.append(self._add(section, call.arguments))
+        self._textless = [] if added else [*self._textless, *delta.tokens]
         return added
 
-    def _add(self, section: Section, part: str) -> Addition:
+    def _scored(self, delta: Delta) -> Sequence[ScoredToken]:
+        """The tokens of a delta of content, and those before it whose text was held back."""
+        return [token for token in (*self._textless, *delta.tokens) if token.shows]
+
+    def _add(self, section: Section, part: str, tokens: Sequence[ScoredToken] = ()) -> Addition:
         """Add a part to the last section if it is of that kind and call, else to this new one."""
         last = self.all[-1] if self.all else None
         begins = last is None or (last.kind, last.call_index) != (section.kind, section.call_index)
         if begins:
             self.all.append(section)
         self.all[-1].parts.append(part)
-        return Addition(self.all[-1], part, begins)
+        self.all[-1].tokens += tokens
+        return Addition(self.all[-1], part, begins, tokens)
 
 
 async def collect_sections(generation: Generation) -> Sections:

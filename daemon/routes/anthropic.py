@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.routes.content import Content, events_of, json_of
 from quantd.daemon.routes.keys import SERVICE, TIMING
-from quantd.daemon.routes.route import JSON, MODEL_REFUSALS, SSE, Handler, Route
+from quantd.daemon.routes.route import MODEL_REFUSALS, Handler, Route
 from quantd.daemon.sections import collect_sections
 from quantd.daemon.wire import anthropic
+from quantd.daemon.wire.anthropic_replies import MESSAGE_EVENTS, MessageObject, TokenCount
 from quantd.daemon.wire.anthropic_request import CountBody, MessagesBody
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.stream import send_stream
@@ -34,7 +36,7 @@ async def count_tokens(request: web.Request, body: CountBody) -> web.StreamRespo
     return json_response({"input_tokens": len(prompt.ids)})
 
 
-def _route(path: str, handler: Handler, body: type[msgspec.Struct], contents: Sequence[str]) -> Route:
+def _route(path: str, handler: Handler, body: type[msgspec.Struct], *contents: Content) -> Route:
     return Route(
         "POST",
         path,
@@ -48,6 +50,6 @@ def _route(path: str, handler: Handler, body: type[msgspec.Struct], contents: Se
 
 
 ANTHROPIC_ROUTES: Sequence[Route] = (
-    _route("/messages", messages, MessagesBody, SSE),
-    _route("/messages/count_tokens", count_tokens, CountBody, JSON),
+    _route("/messages", messages, MessagesBody, json_of(MessageObject), events_of(*MESSAGE_EVENTS)),
+    _route("/messages/count_tokens", count_tokens, CountBody, json_of(TokenCount)),
 )

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from quantd.daemon.loaded_model import ModelEntry
+from quantd.daemon.routes.content import TEXT, json_of, lines_of
 from quantd.daemon.routes.keys import CONTROL, SERVICE
 from quantd.daemon.routes.route import MODEL_REFUSALS, Route
+from quantd.daemon.wire.control_replies import LoadLine, Status, Stopping, Unloaded, Version
 from quantd.daemon.wire.errors import fault_of, json_response, openai_error
 from quantd.engine.messages import Stats
 
@@ -77,7 +79,7 @@ async def load(request: web.Request, body: ModelBody) -> web.StreamResponse:
     return response
 
 
-async def _line(response: web.StreamResponse, message: dict[str, Any]) -> None:
+async def _line(response: web.StreamResponse, message: Mapping[str, Any]) -> None:
     await response.write(msgspec.json.encode(message) + b"\n")
 
 
@@ -101,17 +103,17 @@ async def metrics(request: web.Request) -> web.StreamResponse:
 
 
 CONTROL_ROUTES: Sequence[Route] = (
-    Route("GET", "/metrics", metrics, contents=("text/plain",)),
-    Route("GET", "/quantd/version", version),
-    Route("GET", "/quantd/status", status),
+    Route("GET", "/metrics", metrics, contents=[TEXT]),
+    Route("GET", "/quantd/version", version, contents=[json_of(Version)]),
+    Route("GET", "/quantd/status", status, contents=[json_of(Status)]),
     Route(
         "POST",
         "/quantd/load",
         load,
         ModelBody,
-        contents=("application/x-ndjson",),
+        contents=[lines_of(LoadLine)],
         refusals=MODEL_REFUSALS,
     ),
-    Route("POST", "/quantd/unload", unload, ModelBody, refusals=(404,)),
-    Route("POST", "/quantd/stop", stop),
+    Route("POST", "/quantd/unload", unload, ModelBody, refusals=(404,), contents=[json_of(Unloaded)]),
+    Route("POST", "/quantd/stop", stop, contents=[json_of(Stopping)]),
 )

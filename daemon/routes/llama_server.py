@@ -13,10 +13,12 @@ from quantd.daemon.answers import collect
 from quantd.daemon.embeddings import floats
 from quantd.daemon.errors import NoInfillError, NotServedError
 from quantd.daemon.generation import Generation
+from quantd.daemon.routes.content import Content, events_of, json_of
 from quantd.daemon.routes.keys import CONTROL, SERVICE, SLOTS, TIMING
 from quantd.daemon.routes.llama_server_slots import SLOT_ROUTES
-from quantd.daemon.routes.route import JSON, MODEL_REFUSALS, SSE, Handler, Route
+from quantd.daemon.routes.route import MODEL_REFUSALS, Handler, Route
 from quantd.daemon.wire import llama_server
+from quantd.daemon.wire import llama_server_replies as replies
 from quantd.daemon.wire.errors import Fault, json_response
 from quantd.daemon.wire.llama_server_options import OptionFields
 from quantd.daemon.wire.llama_server_request import (
@@ -124,28 +126,37 @@ async def lora_adapters(request: web.Request) -> web.StreamResponse:
 
 
 def _route(
-    method: str, path: str, handler: Handler, body: type[msgspec.Struct] | None = None, **rest: Any
+    method: str,
+    path: str,
+    handler: Handler,
+    *contents: Content,
+    body: type[msgspec.Struct] | None = None,
+    **rest: Any,
 ) -> Route:
-    return Route(method, path, handler, body, errors=llama_server.llama_error, **rest)
+    return Route(method, path, handler, body, contents=contents, errors=llama_server.llama_error, **rest)
 
 
-def _answers(
-    path: str, handler: Handler, body: type[msgspec.Struct], contents: Sequence[str] = JSON
-) -> Route:
-    return _route("POST", path, handler, body, contents=contents, refusals=MODEL_REFUSALS)
+def _answers(path: str, handler: Handler, body: type[msgspec.Struct], *contents: Content) -> Route:
+    return _route("POST", path, handler, *contents, body=body, refusals=MODEL_REFUSALS)
+
+
+_COMPLETION = (
+    json_of(replies.CompletionAnswer, list[replies.CompletionAnswer]),
+    events_of(replies.CompletionPart, replies.CompletionAnswer),
+)
 
 
 LLAMA_SERVER_ROUTES: Sequence[Route] = (
-    _route("GET", "/health", health, versioned=True, refusals=(503,)),
-    _answers("/completion", completion, CompletionBody, SSE),
-    _route("POST", "/infill", infill, InfillBody, contents=SSE, refusals=(*MODEL_REFUSALS, 501)),
-    _answers("/tokenize", tokenize, TokenizeBody),
-    _answers("/detokenize", detokenize, DetokenizeBody),
-    _answers("/apply-template", apply_template, ChatBody),
-    _answers("/embedding", embedding, EmbeddingBody),
+    _route("GET", "/health", health, json_of(replies.Health), versioned=True, refusals=(503,)),
+    _answers("/completion", completion, CompletionBody, *_COMPLETION),
+    _route("POST", "/infill", infill, *_COMPLETION, body=InfillBody, refusals=(*MODEL_REFUSALS, 501)),
+    _answers("/tokenize", tokenize, TokenizeBody, json_of(replies.Tokens)),
+    _answers("/detokenize", detokenize, DetokenizeBody, json_of(replies.Content)),
+    _answers("/apply-template", apply_template, ChatBody, json_of(replies.Prompt)),
+    _answers("/embedding", embedding, EmbeddingBody, json_of(list[replies.EmbeddingEntry])),
     _route("POST", "/rerank", rerank, versioned=True, successes=(), refusals=(501,)),
     _route("POST", "/reranking", rerank, versioned=True, successes=(), refusals=(501,)),
-    _route("GET", "/props", props, query=PropsQuery, refusals=MODEL_REFUSALS),
-    _route("GET", "/lora-adapters", lora_adapters),
+    _route("GET", "/props", props, json_of(replies.Props), query=PropsQuery, refusals=MODEL_REFUSALS),
+    _route("GET", "/lora-adapters", lora_adapters, json_of(list[replies.LoraAdapter])),
     *SLOT_ROUTES,
 )

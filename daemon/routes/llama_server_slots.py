@@ -11,10 +11,12 @@ from aiohttp import web
 
 from quantd.daemon.answers import collect
 from quantd.daemon.requests import CompletionRequest, Options
+from quantd.daemon.routes.content import json_of
 from quantd.daemon.routes.keys import SERVICE, SLOTS
 from quantd.daemon.routes.route import MODEL_REFUSALS, Route
 from quantd.daemon.wire import llama_server
 from quantd.daemon.wire.errors import Fault, json_response
+from quantd.daemon.wire.llama_server_replies import Slot, SlotAction
 from quantd.daemon.wire.llama_server_request import SlotBody, SlotQuery, SlotsQuery
 from quantd.engine.errors import RequestError
 from quantd.engine.request import SamplingParams
@@ -96,6 +98,7 @@ SLOT_ROUTES: Sequence[Route] = (
         "/slots",
         list_slots,
         query=SlotsQuery,
+        contents=[json_of(list[Slot])],
         errors=llama_server.llama_error,
         refusals=MODEL_REFUSALS,
     ),
@@ -105,6 +108,7 @@ SLOT_ROUTES: Sequence[Route] = (
         act_on_slot,
         SlotBody,
         SlotQuery,
+        contents=[json_of(SlotAction)],
         errors=llama_server.llama_error,
         refusals=MODEL_REFUSALS,
     ),

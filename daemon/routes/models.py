@@ -9,13 +9,16 @@ from aiohttp import web
 
 from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.model_card import ModelCard
+from quantd.daemon.routes.content import json_of
 from quantd.daemon.routes.keys import CARDS, SERVICE
 from quantd.daemon.routes.route import Route
 from quantd.daemon.store import plain_name
 from quantd.daemon.wire import anthropic, openai
+from quantd.daemon.wire.anthropic_replies import ListedModel, ModelPage
 from quantd.daemon.wire.anthropic_request import PageQuery
 from quantd.daemon.wire.body import read_query
 from quantd.daemon.wire.errors import json_response
+from quantd.daemon.wire.openai_replies import ModelList, ModelObject
 
 
 async def list_models(request: web.Request) -> web.StreamResponse:
@@ -50,6 +53,6 @@ async def _models(request: web.Request) -> dict[str, dict[str, Any]]:
 
 
 MODEL_ROUTES: Sequence[Route] = (
-    Route("GET", "/models", list_models, versioned=True),
-    Route("GET", "/models/{id:.+}", show_model, versioned=True),
+    Route("GET", "/models", list_models, versioned=True, contents=[json_of(ModelList, ModelPage)]),
+    Route("GET", "/models/{id:.+}", show_model, versioned=True, contents=[json_of(ModelObject, ListedModel)]),
 )

@@ -15,13 +15,25 @@ from quantd.daemon.durations import LONGEST
 from quantd.daemon.generation import Generation
 from quantd.daemon.loaded_model import LoadedModel, ModelEntry
 from quantd.daemon.requests import ChatRequest, CompletionRequest, InfillRequest
+from quantd.daemon.routes.content import Content, json_of, lines_of
 from quantd.daemon.routes.keys import CARDS, SERVICE, TIMING
-from quantd.daemon.routes.route import MODEL_REFUSALS, NDJSON, Handler, Route
+from quantd.daemon.routes.route import MODEL_REFUSALS, Handler, Route
 from quantd.daemon.service import Service
 from quantd.daemon.wire import ollama, ollama_models
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.ollama_embeddings import EmbedBody, EmbeddingsBody, embed_object, vector_json
 from quantd.daemon.wire.ollama_library import ShowBody, required
+from quantd.daemon.wire.ollama_replies import (
+    ApiStatus,
+    ApiVersion,
+    ChatAnswer,
+    EmbedAnswer,
+    EmbeddingsAnswer,
+    GenerateAnswer,
+    ModelTags,
+    RunningModels,
+    ShownModel,
+)
 from quantd.daemon.wire.ollama_request import ChatBody, GenerateBody
 from quantd.daemon.wire.stream import send_stream
 
@@ -145,21 +157,31 @@ async def me(request: web.Request) -> web.StreamResponse:
 
 
 def ollama_route(
-    method: str, path: str, handler: Handler, body: type[msgspec.Struct] | None = None, **rest: Any
+    method: str,
+    path: str,
+    handler: Handler,
+    *contents: Content,
+    body: type[msgspec.Struct] | None = None,
+    **rest: Any,
 ) -> Route:
     """A route that tells errors as Ollama does."""
-    return Route(method, path, handler, body, errors=ollama.error_object, statuses=_STATUSES, **rest)
+    errors = ollama.error_object
+    return Route(method, path, handler, body, contents=contents, errors=errors, statuses=_STATUSES, **rest)
+
+
+def _answers(path: str, handler: Handler, body: type[msgspec.Struct], *contents: Content) -> Route:
+    return ollama_route("POST", path, handler, *contents, body=body, refusals=MODEL_REFUSALS)
 
 
 OLLAMA_ROUTES: Sequence[Route] = (
-    ollama_route("POST", "/api/generate", generate, GenerateBody, contents=NDJSON, refusals=MODEL_REFUSALS),
-    ollama_route("POST", "/api/chat", chat, ChatBody, contents=NDJSON, refusals=MODEL_REFUSALS),
-    ollama_route("POST", "/api/embed", embed, EmbedBody, refusals=MODEL_REFUSALS),
-    ollama_route("POST", "/api/embeddings", embeddings, EmbeddingsBody, refusals=MODEL_REFUSALS),
-    ollama_route("GET", "/api/tags", tags),
-    ollama_route("POST", "/api/show", show, ShowBody, refusals=(404, 500)),
-    ollama_route("GET", "/api/ps", running),
-    ollama_route("GET", "/api/version", version),
-    ollama_route("GET", "/api/status", status),
+    _answers("/api/generate", generate, GenerateBody, json_of(GenerateAnswer), lines_of(GenerateAnswer)),
+    _answers("/api/chat", chat, ChatBody, json_of(ChatAnswer), lines_of(ChatAnswer)),
+    _answers("/api/embed", embed, EmbedBody, json_of(EmbedAnswer)),
+    _answers("/api/embeddings", embeddings, EmbeddingsBody, json_of(EmbeddingsAnswer)),
+    ollama_route("GET", "/api/tags", tags, json_of(ModelTags)),
+    ollama_route("POST", "/api/show", show, json_of(ShownModel), body=ShowBody, refusals=(404, 500)),
+    ollama_route("GET", "/api/ps", running, json_of(RunningModels)),
+    ollama_route("GET", "/api/version", version, json_of(ApiVersion)),
+    ollama_route("GET", "/api/status", status, json_of(ApiStatus)),
     ollama_route("POST", "/api/me", me, successes=(), refusals=(401,)),
 )

@@ -10,13 +10,15 @@ from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.library import Library
 from quantd.daemon.library_worker import Job, Pull
 from quantd.daemon.pull import parse_source
+from quantd.daemon.routes.content import json_of, lines_of
 from quantd.daemon.routes.keys import LIBRARY, TIMING
 from quantd.daemon.routes.ollama import ollama_route
-from quantd.daemon.routes.route import NDJSON, NOTHING, Route
+from quantd.daemon.routes.route import Route
 from quantd.daemon.wire import ollama
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.lines import Lines, send_lines
 from quantd.daemon.wire.ollama_library import CopyBody, CreateBody, NameBody, PullBody, progress_line
+from quantd.daemon.wire.ollama_replies import ProgressLine
 
 
 async def pull(request: web.Request, body: PullBody) -> web.StreamResponse:
@@ -116,13 +118,14 @@ async def _body(request: web.Request) -> AsyncIterator[bytes]:
 
 
 _ADD_REFUSALS = (400, 404, 500)
+_PROGRESS = json_of(ProgressLine), lines_of(ProgressLine)
 
 OLLAMA_LIBRARY_ROUTES: Sequence[Route] = (
-    ollama_route("POST", "/api/pull", pull, PullBody, contents=NDJSON, refusals=_ADD_REFUSALS),
+    ollama_route("POST", "/api/pull", pull, *_PROGRESS, body=PullBody, refusals=_ADD_REFUSALS),
     ollama_route("POST", "/api/push", push, successes=(), refusals=(501,)),
-    ollama_route("POST", "/api/create", create, CreateBody, contents=NDJSON, refusals=_ADD_REFUSALS),
-    ollama_route("POST", "/api/copy", copy, CopyBody, contents=NOTHING, refusals=_ADD_REFUSALS),
-    ollama_route("DELETE", "/api/delete", delete, NameBody, contents=NOTHING, refusals=(404,)),
-    ollama_route("HEAD", "/api/blobs/{digest}", has_blob, contents=NOTHING),
-    ollama_route("POST", "/api/blobs/{digest}", receive_blob, contents=NOTHING, successes=(200, 201)),
+    ollama_route("POST", "/api/create", create, *_PROGRESS, body=CreateBody, refusals=_ADD_REFUSALS),
+    ollama_route("POST", "/api/copy", copy, body=CopyBody, refusals=_ADD_REFUSALS),
+    ollama_route("DELETE", "/api/delete", delete, body=NameBody, refusals=(404,)),
+    ollama_route("HEAD", "/api/blobs/{digest}", has_blob),
+    ollama_route("POST", "/api/blobs/{digest}", receive_blob, successes=(200, 201)),
 )

@@ -10,11 +10,19 @@ from aiohttp import web
 
 from quantd.daemon.answers import collect
 from quantd.daemon.requests import InfillRequest
+from quantd.daemon.routes.content import Content, events_until_done, json_of
 from quantd.daemon.routes.keys import SERVICE, TIMING
-from quantd.daemon.routes.route import JSON, MODEL_REFUSALS, SSE, Handler, Route
+from quantd.daemon.routes.route import MODEL_REFUSALS, Handler, Route
 from quantd.daemon.wire import openai
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.openai_embeddings import EmbeddingBody
+from quantd.daemon.wire.openai_replies import (
+    ChatChunk,
+    ChatCompletion,
+    Completion,
+    CompletionChunk,
+    EmbeddingList,
+)
 from quantd.daemon.wire.openai_request import ChatBody, CompletionBody, FimBody
 from quantd.daemon.wire.stream import send_stream
 
@@ -61,13 +69,16 @@ async def embeddings(request: web.Request, body: EmbeddingBody) -> web.StreamRes
     return await asyncio.to_thread(lambda: json_response(body.reply(found)))
 
 
-def _route(path: str, handler: Handler, body: type[msgspec.Struct], contents: Sequence[str] = SSE) -> Route:
+def _route(path: str, handler: Handler, body: type[msgspec.Struct], *contents: Content) -> Route:
     return Route("POST", path, handler, body, versioned=True, contents=contents, refusals=MODEL_REFUSALS)
 
 
+_CHAT = json_of(ChatCompletion), events_until_done(ChatChunk)
+_COMPLETION = json_of(Completion), events_until_done(CompletionChunk)
+
 OPENAI_ROUTES: Sequence[Route] = (
-    _route("/chat/completions", chat_completions, ChatBody),
-    _route("/completions", completions, CompletionBody),
-    _route("/fim/completions", fim_completions, FimBody),
-    _route("/embeddings", embeddings, EmbeddingBody, JSON),
+    _route("/chat/completions", chat_completions, ChatBody, *_CHAT),
+    _route("/completions", completions, CompletionBody, *_COMPLETION),
+    _route("/fim/completions", fim_completions, FimBody, *_CHAT),
+    _route("/embeddings", embeddings, EmbeddingBody, json_of(EmbeddingList)),
 )

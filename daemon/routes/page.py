@@ -15,6 +15,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from quantd.daemon.routes.content import HTML, TEXT
 from quantd.daemon.routes.ollama import ollama_route
 from quantd.daemon.routes.route import Route
 
@@ -94,4 +95,4 @@ async def root(request: web.Request) -> web.StreamResponse:
     return web.Response(text="Ollama is running", headers={"Vary": "Accept"})
 
 
-PAGE_ROUTES: Sequence[Route] = (ollama_route("GET", "/", root, contents=("text/plain", "text/html")),)
+PAGE_ROUTES: Sequence[Route] = (ollama_route("GET", "/", root, TEXT, HTML),)

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiohttp import web
 
+from quantd.daemon.broadcast import Broadcast
 from quantd.daemon.errors import PreviousResponseError, ResponseNotFoundError
 from quantd.daemon.requests import ChatRequest
 from quantd.daemon.response_store import Item, ResponseStore, StoredResponse
+from quantd.daemon.routes.content import events_of, json_of
 from quantd.daemon.routes.keys import BACKGROUND, RESPONSES, SERVICE, TIMING
-from quantd.daemon.routes.route import MODEL_REFUSALS, SSE, Route
-from quantd.daemon.sections import Sections, collect_sections
+from quantd.daemon.routes.route import MODEL_REFUSALS, Route
+from quantd.daemon.sections import collect_sections
 from quantd.daemon.service import Service
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.responses import Reply, item_page
 from quantd.daemon.wire.responses_input import input_items
-from quantd.daemon.wire.responses_request import CountBody, ItemQuery, ResponsesBody
+from quantd.daemon.wire.responses_replies import (
+    RESPONSE_EVENTS,
+    DeletedResponse,
+    InputTokens,
+    ItemList,
+    ResponseObject,
+)
+from quantd.daemon.wire.responses_request import CountBody, ItemQuery, ResponsesBody, RetrieveQuery
 from quantd.daemon.wire.responses_stream import ResponseStream
-from quantd.daemon.wire.stream import send_stream
+from quantd.daemon.wire.stream import send_parts, send_stream
 from quantd.engine.errors import ContextLengthError, RequestError
+
+# A comment, for streams whose events are numbered in advance.
+PING = b": ping\n\n"
 
 Keep = Callable[[dict[str, Any]], None]
 """Takes a response in a state that its client may come back to."""
@@ -36,13 +49,16 @@ async def create(request: web.Request, body: ResponsesBody) -> web.StreamRespons
         if body.stored:
             store.put(StoredResponse(response, items))
 
+    frames = ResponseStream(reply, keep)
     if body.background:
-        response = reply.in_progress()
-        keep(response)
-        request.app[BACKGROUND].start(reply.id, _answer_later(service, asked, reply, keep))
-        return json_response(response)
+        keep(reply.in_progress())
+        told = Broadcast()
+        request.app[BACKGROUND].start(reply.id, _answer_later(service, asked, frames, told, store), told)
+        if body.streams:
+            return await _follow(request, told, 0)
+        return json_response(reply.in_progress())
     if body.streams:
-        return await _stream(request, asked, ResponseStream(reply, keep))
+        return await _stream(request, asked, frames)
     return json_response(await _answer(service, asked, reply, keep))
 
 
@@ -71,12 +87,31 @@ async def _answer(service: Service, asked: ChatRequest, reply: Reply, keep: Keep
     return response
 
 
-async def _answer_later(service: Service, asked: ChatRequest, reply: Reply, keep: Keep) -> None:
+async def _answer_later(
+    service: Service, asked: ChatRequest, frames: ResponseStream, told: Broadcast, store: ResponseStore
+) -> None:
+    """Answer to whoever listens, and at the end store what was told."""
+    told.send(frames.begin())
     try:
-        await _answer(service, asked, reply, keep)
-    # The boundary of a request whose client has its answer already.
+        async with await service.chat(asked) as generation:
+            told.send(frames.start(generation.head))
+            async for delta in generation:
+                told.send(frames.delta(delta))
+            told.send(frames.finish(generation.usage))
+    # The boundary of a request whose client may be gone.
     except Exception as error:
-        keep(reply.failed(error, Sections()))
+        told.send(frames.error(error))
+    # Room may have been made of it.
+    with contextlib.suppress(ResponseNotFoundError):
+        stored = store.get(frames.id)
+        store.put(StoredResponse(stored.response, stored.input, told.frames))
+
+
+async def _follow(request: web.Request, told: Broadcast, start: int) -> web.StreamResponse:
+    """Stream what work in the background tells, from an event on."""
+    timing = request.app[TIMING]
+    parts = (part or PING async for part in told.read(start, timing.ping_seconds))
+    return await send_parts(request, parts, ResponseStream.content_type, timing.stall_seconds)
 
 
 async def _stream(request: web.Request, asked: ChatRequest, frames: ResponseStream) -> web.StreamResponse:
@@ -95,11 +130,19 @@ async def count_input_tokens(request: web.Request, body: CountBody) -> web.Strea
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
 
-async def retrieve(request: web.Request) -> web.StreamResponse:
-    """GET /v1/responses/{id}"""
-    if request.query.get("stream", "false") != "false":
-        raise RequestError("stream: a response that is over cannot be streamed again", "stream")
-    return json_response(_stored(request).response)
+async def retrieve(request: web.Request, query: RetrieveQuery) -> web.StreamResponse:
+    """GET /v1/responses/{id}: as it is, or of one in the background the stream, from an event on."""
+    stored = _stored(request)
+    if not query.stream:
+        return json_response(stored.response)
+    if not stored.response["background"]:
+        raise RequestError("stream: only a response in the background can be streamed again", "stream")
+    start = 0 if query.starting_after is None else query.starting_after + 1
+    told = request.app[BACKGROUND].told(stored.response["id"])
+    if told is None:
+        body = b"".join(stored.frames[start:])
+        return web.Response(body=body, headers={"Content-Type": ResponseStream.content_type})
+    return await _follow(request, told, start)
 
 
 async def cancel(request: web.Request) -> web.StreamResponse:
@@ -110,8 +153,10 @@ async def cancel(request: web.Request) -> web.StreamResponse:
         raise RequestError(
             "only a response in the background can be cancelled; close the connection of others"
         )
-    if await request.app[BACKGROUND].cancel(response["id"]):
-        request.app[RESPONSES].put(StoredResponse(response | {"status": "cancelled"}, stored.input))
+    told = request.app[BACKGROUND].told(response["id"])
+    if told is not None and await request.app[BACKGROUND].cancel(response["id"]):
+        cancelled = StoredResponse(response | {"status": "cancelled"}, stored.input, told.frames)
+        request.app[RESPONSES].put(cancelled)
     return json_response(_stored(request).response)
 
 
@@ -132,6 +177,8 @@ def _stored(request: web.Request) -> StoredResponse:
     return request.app[RESPONSES].get(request.match_info["id"])
 
 
+_CREATED = json_of(ResponseObject), events_of(*RESPONSE_EVENTS)
+
 RESPONSES_ROUTES: Sequence[Route] = (
     Route(
         "POST",
@@ -139,7 +186,7 @@ RESPONSES_ROUTES: Sequence[Route] = (
         create,
         ResponsesBody,
         versioned=True,
-        contents=SSE,
+        contents=_CREATED,
         refusals=MODEL_REFUSALS,
     ),
     Route(
@@ -148,10 +195,18 @@ RESPONSES_ROUTES: Sequence[Route] = (
         count_input_tokens,
         CountBody,
         versioned=True,
+        contents=[json_of(InputTokens)],
         refusals=MODEL_REFUSALS,
     ),
-    Route("GET", "/responses/{id}", retrieve, versioned=True),
-    Route("DELETE", "/responses/{id}", delete, versioned=True),
-    Route("POST", "/responses/{id}/cancel", cancel, versioned=True),
-    Route("GET", "/responses/{id}/input_items", list_input_items, query=ItemQuery, versioned=True),
+    Route("GET", "/responses/{id}", retrieve, query=RetrieveQuery, versioned=True, contents=_CREATED),
+    Route("DELETE", "/responses/{id}", delete, versioned=True, contents=[json_of(DeletedResponse)]),
+    Route("POST", "/responses/{id}/cancel", cancel, versioned=True, contents=[json_of(ResponseObject)]),
+    Route(
+        "GET",
+        "/responses/{id}/input_items",
+        list_input_items,
+        query=ItemQuery,
+        versioned=True,
+        contents=[json_of(ItemList)],
+    ),
 )

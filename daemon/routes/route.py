@@ -9,16 +9,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.routes.content import Content
 from quantd.daemon.wire.body import read_body, read_query
 from quantd.daemon.wire.errors import ErrorShape, openai_error
 
 Handler = Callable[..., Awaitable[web.StreamResponse]]
 """Takes a request, then its body and its query where the route has types for them."""
-
-JSON = ("application/json",)
-SSE = (*JSON, "text/event-stream")
-NOTHING = ()
-NDJSON = (*JSON, "application/x-ndjson")
 
 MODEL_REFUSALS = (400, 404, 429, 500, 503)
 """Statuses of what needs a model: bad, no such model, too many, and what keeps it from loading."""
@@ -30,8 +26,8 @@ class Route:
 
     body, query: what the handler is given of a request. versioned: the path goes with and without /v1
     before it. errors, statuses: how its dialect writes errors, and which statuses it has for others.
-    contents, successes: types and statuses of what is no error. refusals: statuses of errors, beside those
-    that follow from the above.
+    contents, successes: what an answer may hold that is no error, and its statuses. refusals: statuses of
+    errors, beside those that follow from the above.
     """
 
     method: str
@@ -42,7 +38,7 @@ class Route:
     versioned: bool = False
     errors: ErrorShape = openai_error
     statuses: Mapping[int, int] = field(default_factory=dict)
-    contents: Sequence[str] = JSON
+    contents: Sequence[Content] = ()
     successes: Sequence[int] = (200,)
     refusals: Sequence[int] = ()
 

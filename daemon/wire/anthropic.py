@@ -12,6 +12,7 @@ import msgspec
 from quantd.daemon.deltas import Delta, Head, Usage
 from quantd.daemon.models import StoredModel
 from quantd.daemon.sections import Kind, Section, Sections
+from quantd.daemon.wire.anthropic_replies import Error, ErrorObject
 from quantd.daemon.wire.anthropic_request import PageQuery
 from quantd.daemon.wire.errors import Fault, fault_of
 from quantd.daemon.wire.stream import sse_frame
@@ -137,7 +138,7 @@ class MessageStream:
 
     def delta(self, delta: Delta) -> Sequence[bytes]:
         frames: list[bytes] = []
-        for section, part, begins in self._sections.feed(delta):
+        for section, part, begins, _ in self._sections.feed(delta):
             form = _BLOCKS[section.kind]
             if begins:
                 frames += [*self._close(), self._begin(form, section)]
@@ -173,15 +174,17 @@ def _event(kind: str, **fields: object) -> bytes:
     return sse_frame({"type": kind} | fields, kind)
 
 
-def error_object(fault: Fault) -> dict[str, Any]:
+def error_object(fault: Fault) -> ErrorObject:
     """An error as a body."""
     return {"type": "error", "error": _error(fault), "request_id": fault.request_id}
 
 
-def _error(fault: Fault) -> dict[str, Any]:
+def _error(fault: Fault) -> Error:
     unlisted = "invalid_request_error" if fault.status < 500 else "api_error"
-    error = {"type": _ERROR_TYPES.get(fault.status, unlisted), "message": _reason(fault)}
-    return error | ({} if fault.code is None else {"details": {"error_code": fault.code}})
+    error: Error = {"type": _ERROR_TYPES.get(fault.status, unlisted), "message": _reason(fault)}
+    if fault.code is not None:
+        error["details"] = {"error_code": fault.code}
+    return error
 
 
 def _reason(fault: Fault) -> str:

@@ -9,7 +9,7 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import msgspec
 from aiohttp import web
@@ -50,7 +50,7 @@ class Fault:
 
 
 ErrorShape: TypeAlias = Callable[[Fault], Mapping[str, Any]]
-"""Writes a fault as the JSON body of a dialect."""
+"""Writes a fault as the JSON body of a dialect; the type that it returns describes it to clients."""
 
 # Finds the shape that a request's errors are told in.
 ERROR_SHAPE = web.AppKey[Callable[[web.Request], ErrorShape]]("error_shape")
@@ -89,13 +89,30 @@ def fault_of(error: Exception) -> Fault:
     return Fault(500, f"internal error: {type(error).__name__}; the daemon's log has the details")
 
 
-def openai_error(fault: Fault) -> dict[str, Any]:
+class OpenAIError(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    n_prompt_tokens: NotRequired[int]
+    n_ctx: NotRequired[int]
+
+
+class OpenAIErrorBody(TypedDict):
+    error: OpenAIError
+
+
+def openai_error(fault: Fault) -> OpenAIErrorBody:
     """OpenAI's shape; a context that is too short is told with llama-server's two numbers."""
-    body: dict[str, Any] = {"message": fault.message, "type": fault.kind}
-    body |= {"param": fault.param, "code": fault.code}
+    error: OpenAIError = {
+        "message": fault.message,
+        "type": fault.kind,
+        "param": fault.param,
+        "code": fault.code,
+    }
     if fault.context is not None:
-        body["n_prompt_tokens"], body["n_ctx"] = fault.context
-    return {"error": body}
+        error["n_prompt_tokens"], error["n_ctx"] = fault.context
+    return {"error": error}
 
 
 def json_response(body: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -15,7 +15,9 @@ from quantd.daemon.loaded_model import LoadedModel
 from quantd.daemon.model_files import USUAL_SAMPLING
 from quantd.daemon.wire.errors import Fault, fault_of
 from quantd.daemon.wire.llama_server_options import OptionFields
+from quantd.daemon.wire.llama_server_replies import LlamaError, LlamaErrorBody
 from quantd.daemon.wire.stream import sse_frame
+from quantd.daemon.wire.timings import timings
 from quantd.engine.config import EngineConfig
 from quantd.engine.request import Request, SamplingParams
 
@@ -33,14 +35,14 @@ _KINDS = {
 _RANDOM_SEED = 2**32 - 1
 
 
-def llama_error(fault: Fault) -> dict[str, Any]:
+def llama_error(fault: Fault) -> LlamaErrorBody:
     """llama-server's shape; a prompt that is too long has both numbers."""
     kind = _KINDS.get(fault.status, "server_error" if fault.status >= 500 else "invalid_request_error")
-    body: dict[str, Any] = {"code": fault.status, "message": fault.message, "type": kind}
+    error: LlamaError = {"code": fault.status, "message": fault.message, "type": kind}
     if fault.context is not None:
-        body["type"] = "exceed_context_size_error"
-        body["n_prompt_tokens"], body["n_ctx"] = fault.context
-    return {"error": body}
+        error["type"] = "exceed_context_size_error"
+        error["n_prompt_tokens"], error["n_ctx"] = fault.context
+    return {"error": error}
 
 
 class Reply:
@@ -168,25 +170,6 @@ def _stop_type(answer: Answer) -> str:
     if answer.finish_reason == "length":
         return "limit"
     return "eos" if answer.stop_string is None else "word"
-
-
-def timings(usage: Usage) -> dict[str, float]:
-    """Milliseconds and rates; 0 where there was no time or no token. prompt_n leaves out cached tokens."""
-    num_computed = usage.prompt_tokens - usage.cached_tokens
-    return {
-        "cache_n": usage.cached_tokens,
-        **_timing("prompt", num_computed, usage.prompt_seconds),
-        **_timing("predicted", usage.completion_tokens, usage.decode_seconds),
-    }
-
-
-def _timing(name: str, count: int, seconds: float) -> dict[str, float]:
-    return {
-        f"{name}_n": count,
-        f"{name}_ms": 1000 * seconds,
-        f"{name}_per_token_ms": 1000 * seconds / count if count else 0.0,
-        f"{name}_per_second": count / seconds if seconds else 0.0,
-    }
 
 
 def _progress(num_prefilled: int, usage: Usage) -> dict[str, float]:

@@ -20,12 +20,13 @@ from quantd.daemon.deltas import Delta, Head, ScoredToken, Usage
 from quantd.daemon.sections import Section, Sections
 from quantd.daemon.wire.errors import Fault, fault_of
 from quantd.daemon.wire.lines import NDJSON, json_line
+from quantd.daemon.wire.ollama_replies import ErrorLine
 
 # JSON has no infinity.
 _MIN_LOGPROB = -9999.0
 
 
-def error_object(fault: Fault) -> dict[str, Any]:
+def error_object(fault: Fault) -> ErrorLine:
     """Ollama's shape: the reason, for people."""
     return {"error": fault.message}
 
@@ -142,7 +143,7 @@ class AnswerStream:
         lines = []
         self._context += delta.token_ids
         logprobs = {"logprobs": _logprobs(delta.tokens)} if self._telling.scored and delta.tokens else {}
-        for section, part, begins in self._sections.feed(delta):
+        for section, part, begins, _ in self._sections.feed(delta):
             if begins and self._call is not None:
                 lines.append(self._line(self._close_call()))
             if section.kind == "tool_call":

@@ -6,6 +6,7 @@ Token texts in log probabilities that are no whole characters are written `bytes
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -14,7 +15,9 @@ from quantd.daemon.deltas import Delta, Head, ScoredToken, Usage
 from quantd.daemon.loaded_model import LoadedModel
 from quantd.daemon.models import StoredModel
 from quantd.daemon.wire.errors import fault_of, openai_error
+from quantd.daemon.wire.openai_replies import ChatLogprobs, ScoredEntry, TokenEntry
 from quantd.daemon.wire.stream import sse_frame
+from quantd.daemon.wire.timings import timings
 
 # JSON has no infinity; OpenAI writes this for a token that cannot be.
 _MIN_LOGPROB = -9999.0
@@ -23,8 +26,8 @@ CHAT_ID = "chatcmpl"
 COMPLETION_ID = "cmpl"
 
 
-class _Stream:
-    """What the two streams share: chunks with one id, usage if asked, `[DONE]`."""
+class _Stream(ABC):
+    """What the two streams share: chunks with one id, usage if asked, `[DONE]`; timings in the last chunk."""
 
     content_type: ClassVar[str] = "text/event-stream"
     object: ClassVar[str]
@@ -34,6 +37,7 @@ class _Stream:
         self._scored = scored
         self._wants_usage = wants_usage
         self._head: dict[str, Any] = {}
+        self._ending: list[dict[str, Any]] = []
 
     def ping(self) -> bytes:
         return b": ping\n\n"
@@ -42,15 +46,30 @@ class _Stream:
         self._head = reply_head(self.id_prefix, self.object, head)
         return []
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
-        return sse_frame(self._head | {"choices": choices} | ({"usage": None} if self._wants_usage else {}))
+    def delta(self, delta: Delta) -> Sequence[bytes]:
+        """The end of a choice is held back until it is known whether it is that of all."""
+        held, self._ending = self._ending, []
+        chunks = [*held, *self._chunks(delta)]
+        if delta.finish_reason is not None:
+            self._ending = [chunks.pop()]
+        return [sse_frame(chunk) for chunk in chunks]
+
+    @abstractmethod
+    def _chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        """The chunks of a delta; the one that ends its choice is the last."""
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head | {"choices": choices} | ({"usage": None} if self._wants_usage else {})
 
     def finish(self, usage: Usage) -> Sequence[bytes]:
-        asked = [sse_frame(self._head | {"choices": [], "usage": usage_object(usage)})]
-        return [*(asked if self._wants_usage else []), b"data: [DONE]\n\n"]
+        asked = [self._head | {"choices": [], "usage": usage_object(usage)}] if self._wants_usage else []
+        *before, last = [*self._ending, *asked]
+        chunks = [*before, last | {"timings": timings(usage)}]
+        return [*(sse_frame(chunk) for chunk in chunks), b"data: [DONE]\n\n"]
 
     def error(self, error: Exception) -> Sequence[bytes]:
-        return [sse_frame(openai_error(fault_of(error)))]
+        held = [sse_frame(chunk) for chunk in self._ending]
+        return [*held, sse_frame(openai_error(fault_of(error)))]
 
 
 class ChatStream(_Stream):
@@ -66,21 +85,21 @@ class ChatStream(_Stream):
     def start(self, head: Head) -> Sequence[bytes]:
         super().start(head)
         opening = {"role": "assistant", "content": ""}
-        return [self._choice(index, opening, (), None) for index in range(head.num_choices)]
+        return [sse_frame(self._choice(index, opening, (), None)) for index in range(head.num_choices)]
 
-    def delta(self, delta: Delta) -> Sequence[bytes]:
-        frames, tokens = [], delta.tokens
+    def _chunks(self, delta: Delta) -> list[dict[str, Any]]:
+        chunks, tokens = [], delta.tokens
         for part in _message_parts(delta):
-            frames.append(self._choice(delta.index, part, tokens, None))
+            chunks.append(self._choice(delta.index, part, tokens, None))
             tokens = ()
         if delta.finish_reason is not None:
             reason = _finish_reason(delta.finish_reason, self._names_function)
-            frames.append(self._choice(delta.index, {}, (), reason))
-        return frames
+            chunks.append(self._choice(delta.index, {}, (), reason))
+        return chunks
 
     def _choice(
         self, index: int, delta: dict[str, Any], tokens: Sequence[ScoredToken], finish_reason: str | None
-    ) -> bytes:
+    ) -> dict[str, Any]:
         logprobs = chat_logprobs(tokens) if self._scored and tokens else None
         return self._chunk(
             [{"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}]
@@ -120,7 +139,7 @@ class CompletionStream(_Stream):
     object = "text_completion"
     id_prefix = COMPLETION_ID
 
-    def delta(self, delta: Delta) -> Sequence[bytes]:
+    def _chunks(self, delta: Delta) -> list[dict[str, Any]]:
         logprobs = completion_logprobs(delta.tokens) if self._scored else None
         choice = {"index": delta.index, "text": delta.text, "logprobs": logprobs}
         return [self._chunk([choice | {"finish_reason": delta.finish_reason}])]
@@ -176,7 +195,7 @@ def completion_reply(head: Head, answers: Sequence[Answer], scored: bool, usage:
 
 
 def _reply(head: dict[str, Any], choices: list[dict[str, Any]], usage: Usage) -> dict[str, Any]:
-    return head | {"choices": choices, "usage": usage_object(usage)}
+    return head | {"choices": choices, "usage": usage_object(usage), "timings": timings(usage)}
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -190,21 +209,26 @@ def usage_object(usage: Usage) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[ScoredToken]) -> ChatLogprobs:
     """The chat shape; the bytes of all entries join to the text."""
-    return {
-        "content": [
-            _entry(token.data, token.logprob)
-            | {"top_logprobs": [_entry(data, logprob) for data, logprob in token.top]}
-            for token in tokens
-            if token.shows
-        ],
-        "refusal": None,
-    }
+    return {"content": scored_entries(tokens), "refusal": None}
 
 
-def _entry(data: bytes, logprob: float | None) -> dict[str, Any]:
-    return {"token": token_text(data), "logprob": _finite(logprob), "bytes": list(data)}
+def scored_entries(tokens: Sequence[ScoredToken]) -> list[ScoredEntry]:
+    """Those of a text's tokens."""
+    return [
+        {
+            **_entry(token.data, token.logprob),
+            "top_logprobs": [_entry(data, logprob) for data, logprob in token.top],
+        }
+        for token in tokens
+        if token.shows
+    ]
+
+
+def _entry(data: bytes, logprob: float | None) -> TokenEntry:
+    assert logprob is not None, "only the first token of a prompt has none"
+    return {"token": token_text(data), "logprob": max(logprob, _MIN_LOGPROB), "bytes": list(data)}
 
 
 def completion_logprobs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:

@@ -97,6 +97,7 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "temperature": body.temperature,
         "text": {"format": text_format or {"type": "text"}},
         "tool_choice": sent["tool_choice"] or "auto",
+        "top_logprobs": body.top_logprobs or 0,
         "tools": [msgspec.to_builtins(tool) for tool in body.tools or () if tool.is_offered],
         "top_p": body.top_p,
         "truncation": "disabled",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
+from quantd.daemon.deltas import ScoredToken
 from quantd.daemon.response_store import Item
 from quantd.daemon.sections import Kind, Section
+from quantd.daemon.wire.openai import scored_entries
 
 Event: TypeAlias = tuple[str, dict[str, Any]]
 """The type of an event and its own fields."""
@@ -26,9 +28,9 @@ class ItemForm(Protocol):
     def opening(self) -> Sequence[Event]:
         """The events between the item's own and its first delta."""
 
-    def delta(self, part: str) -> Event: ...
+    def delta(self, part: str, tokens: Sequence[ScoredToken]) -> Event: ...
 
-    def closing(self, text: str) -> Sequence[Event]:
+    def closing(self, section: Section) -> Sequence[Event]:
         """The events between its last delta and the item's own."""
 
 
@@ -36,40 +38,37 @@ class ItemForm(Protocol):
 class _Part:
     """A text in an item. kind: the part's type. index: what its place is called. text, part: its events.
 
-    extras: further fields of a part, and of the events of its text.
+    scored: whether it has log probabilities.
     """
 
     kind: str
     index: str
     text: str
     part: str
-    part_extras: Mapping[str, Any] = field(default_factory=dict)
-    text_extras: Mapping[str, Any] = field(default_factory=dict)
+    scored: bool = False
 
-    def whole(self, text: str) -> dict[str, Any]:
-        return {"type": self.kind, "text": text} | dict(self.part_extras)
+    def whole(self, text: str, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        annotations: dict[str, Any] = {"annotations": []} if self.scored else {}
+        return {"type": self.kind, "text": text} | annotations | self._logprobs(tokens)
 
     def opening(self) -> Sequence[Event]:
-        return ((f"{self.part}.added", {self.index: 0, "part": self.whole("")}),)
+        return ((f"{self.part}.added", {self.index: 0, "part": self.whole("", ())}),)
 
-    def delta(self, part: str) -> Event:
-        return f"{self.text}.delta", {self.index: 0, "delta": part} | dict(self.text_extras)
+    def delta(self, part: str, tokens: Sequence[ScoredToken]) -> Event:
+        return f"{self.text}.delta", {self.index: 0, "delta": part} | self._logprobs(tokens)
 
-    def closing(self, text: str) -> Sequence[Event]:
+    def closing(self, section: Section) -> Sequence[Event]:
+        text, tokens = section.text, section.tokens
         return (
-            (f"{self.text}.done", {self.index: 0, "text": text} | dict(self.text_extras)),
-            (f"{self.part}.done", {self.index: 0, "part": self.whole(text)}),
+            (f"{self.text}.done", {self.index: 0, "text": text} | self._logprobs(tokens)),
+            (f"{self.part}.done", {self.index: 0, "part": self.whole(text, tokens)}),
         )
 
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        return {"logprobs": scored_entries(tokens)} if self.scored else {}
 
-_OUTPUT = _Part(
-    "output_text",
-    "content_index",
-    "response.output_text",
-    "response.content_part",
-    {"annotations": [], "logprobs": []},
-    {"logprobs": []},
-)
+
+_OUTPUT = _Part("output_text", "content_index", "response.output_text", "response.content_part", scored=True)
 _REASONING = _Part("reasoning_text", "content_index", "response.reasoning_text", "response.content_part")
 _SUMMARY = _Part(
     "summary_text",
@@ -89,17 +88,17 @@ class _TextForm:
     fields: Mapping[str, Any]
 
     def item(self, section: Section, content: str | None) -> Item:
-        parts = [] if content is None else [self.text.whole(content)]
+        parts = [] if content is None else [self.text.whole(content, section.tokens)]
         return dict(self.fields) | {self.field: parts}
 
     def opening(self) -> Sequence[Event]:
         return self.text.opening()
 
-    def delta(self, part: str) -> Event:
-        return self.text.delta(part)
+    def delta(self, part: str, tokens: Sequence[ScoredToken]) -> Event:
+        return self.text.delta(part, tokens)
 
-    def closing(self, text: str) -> Sequence[Event]:
-        return self.text.closing(text)
+    def closing(self, section: Section) -> Sequence[Event]:
+        return self.text.closing(section)
 
 
 class _CallForm:
@@ -112,11 +111,11 @@ class _CallForm:
     def opening(self) -> Sequence[Event]:
         return ()
 
-    def delta(self, part: str) -> Event:
+    def delta(self, part: str, tokens: Sequence[ScoredToken]) -> Event:
         return "response.function_call_arguments.delta", {"delta": part}
 
-    def closing(self, text: str) -> Sequence[Event]:
-        return (("response.function_call_arguments.done", {"arguments": text}),)
+    def closing(self, section: Section) -> Sequence[Event]:
+        return (("response.function_call_arguments.done", {"arguments": section.text}),)
 
 
 _MESSAGE = _TextForm("msg", "content", _OUTPUT, {"type": "message", "role": "assistant"})

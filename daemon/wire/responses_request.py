@@ -16,9 +16,13 @@ import msgspec
 from quantd.daemon.constraints import Constraint, JsonObject, JsonSchema
 from quantd.daemon.requests import ChatRequest, Options, ToolChoice
 from quantd.daemon.response_store import Item
-from quantd.daemon.wire.body import function_tool, refuse_unsupported, sampling, thinks
+from quantd.daemon.wire.body import check_range, function_tool, refuse_unsupported, sampling, thinks
 from quantd.daemon.wire.responses_input import Content, neutral_messages
 from quantd.engine.errors import RequestError
+from quantd.engine.request import MAX_LOGPROBS
+
+# What `include` names it by.
+_LOGPROBS = "message.output_text.logprobs"
 
 
 class Reasoning(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -142,8 +146,14 @@ class ResponsesBody(CountBody, frozen=True, kw_only=True):
         if limit is not None and not 1 <= limit < 2**31:
             raise RequestError(f"max_output_tokens must be at least 1, got {limit}", "max_output_tokens")
         given = {"temperature": self.temperature, "top_p": self.top_p}
-        params, left_open = sampling(given, max_tokens=limit)
+        params, left_open = sampling(given, max_tokens=limit, logprobs=self._logprobs())
         return Options(sampling=params, open=left_open, constraint=self._constraint())
+
+    def _logprobs(self) -> int | None:
+        """How many likeliest tokens to tell with each of the text; None: nothing is asked for."""
+        if self.top_logprobs is not None:
+            check_range("top_logprobs", self.top_logprobs, MAX_LOGPROBS)
+        return (self.top_logprobs or 0) if _LOGPROBS in (self.include or ()) else self.top_logprobs or None
 
     def _constraint(self) -> Constraint | None:
         format = None if self.text is None else self.text.format
@@ -156,10 +166,6 @@ class ResponsesBody(CountBody, frozen=True, kw_only=True):
         return JsonObject("text.format")
 
     def _refuse_unsupported(self) -> None:
-        if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
-            raise RequestError("top_logprobs: ask for them by chat/completions", "top_logprobs")
-        if self.background and self.stream:
-            raise RequestError("background: a response in the background cannot be streamed", "background")
         if self.background and not self.stored:
             raise RequestError("background: a response in the background has to be stored", "background")
 
@@ -175,6 +181,13 @@ def _tool_choice(choice: Mode | ToolChoiceBody | None) -> ToolChoice:
         raise RequestError(f"tool_choice: {what}", "tool_choice")
     names = (tool.name for tool in choice.tools or () if tool.type == "function")
     return ToolChoice(choice.mode or "auto", allowed=tuple(name or "" for name in names))
+
+
+class RetrieveQuery(msgspec.Struct, frozen=True):
+    """How a response is told. starting_after: the event behind which its stream begins."""
+
+    stream: bool | None = None
+    starting_after: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class ItemQuery(msgspec.Struct, frozen=True):

@@ -28,20 +28,25 @@ class ResponseStream:
         self._index = -1
         self._num_events = 0
 
+    @property
+    def id(self) -> str:
+        """Of the response."""
+        return self._reply.id
+
     def ping(self) -> bytes:
-        return b"".join(self._begin()) or self._in_progress()
+        return b"".join(self.begin()) or self._in_progress()
 
     def start(self, head: Head) -> Sequence[bytes]:
         self._reply.started(head)
-        return self._begin()
+        return self.begin()
 
     def delta(self, delta: Delta) -> Sequence[bytes]:
         frames: list[bytes] = []
-        for section, part, begins in self._sections.feed(delta):
+        for section, part, begins, tokens in self._sections.feed(delta):
             if begins:
                 frames += [*self._close("completed"), *self._begin_item(section)]
             if part:
-                frames += self._tell([self._reply.forms[section.kind].delta(part)])
+                frames += self._tell([self._reply.forms[section.kind].delta(part, tokens)])
         return frames
 
     def finish(self, usage: Usage) -> Sequence[bytes]:
@@ -49,9 +54,9 @@ class ResponseStream:
         return [*closing, self._end(self._reply.finished(self._sections, usage))]
 
     def error(self, error: Exception) -> Sequence[bytes]:
-        return [*self._begin(), self._end(self._reply.failed(error, self._sections))]
+        return [*self.begin(), self._end(self._reply.failed(error, self._sections))]
 
-    def _begin(self) -> Sequence[bytes]:
+    def begin(self) -> Sequence[bytes]:
         """The events before all others, once."""
         if self._num_events:
             return ()
@@ -77,7 +82,7 @@ class ResponseStream:
         section = self._open
         if section is None:
             return ()
-        closing = self._tell(self._reply.forms[section.kind].closing(section.text))
+        closing = self._tell(self._reply.forms[section.kind].closing(section))
         item = self._reply.item(self._index, section, section.text, status)
         self._open = None
         return [*closing, self._event("response.output_item.done", output_index=self._index, item=item)]

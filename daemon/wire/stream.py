@@ -69,23 +69,29 @@ async def send_stream(
     """
     async with _Start(starting) as start:
         await start.wait(timing.ping_seconds)
-        response = web.StreamResponse(
-            headers={"Content-Type": frames.content_type, "Cache-Control": "no-cache"}
-        )
-        await response.prepare(request)
-        try:
-            async with aclosing(_parts(start, frames, timing.ping_seconds)) as parts:
-                async for part in parts:
-                    await _write(request, response, part, timing.stall_seconds)
-            async with asyncio.timeout(timing.stall_seconds):
-                await response.write_eof()
-        # The client is gone; leaving the context ends the work.
-        except ConnectionError:
-            pass
-        except TimeoutError:
-            if request.transport is not None:
-                request.transport.abort()
-        return response
+        parts = _parts(start, frames, timing.ping_seconds)
+        return await send_parts(request, parts, frames.content_type, timing.stall_seconds)
+
+
+async def send_parts(
+    request: web.Request, parts: AsyncGenerator[bytes], content_type: str, stall_seconds: float
+) -> web.StreamResponse:
+    """Send the parts of a body as they come, until there are no more or the client is gone."""
+    response = web.StreamResponse(headers={"Content-Type": content_type, "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    try:
+        async with aclosing(parts):
+            async for part in parts:
+                await _write(request, response, part, stall_seconds)
+        async with asyncio.timeout(stall_seconds):
+            await response.write_eof()
+    # The client is gone; what comes from here on ends the work.
+    except ConnectionError:
+        pass
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
+    return response
 
 
 class _Start:

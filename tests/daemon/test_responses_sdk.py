@@ -109,6 +109,69 @@ async def test_background_and_cancel() -> None:
 
 
 @in_loop
+async def test_a_stream_in_the_background_is_gone_on_with() -> None:
+    """By several readers, while it runs and when it is over; the answer goes on without any."""
+    async with daemon_and_client() as (daemon, client):
+        await client.responses.create(**HI)
+        daemon.engine.gate.clear()
+        asked = HI | {"background": True, "stream": True}
+        async with await client.responses.create(**asked) as stream:
+            created = await anext(stream)
+        id = created.response.id
+        assert (created.type, created.sequence_number) == ("response.created", 0)
+        late = await client.responses.retrieve(id, stream=True, starting_after=0)
+        assert (await anext(late)).type == "response.in_progress"
+        daemon.engine.gate.set()
+        events = [event async for event in late]
+        assert [event.sequence_number for event in events] == list(range(2, len(events) + 2))
+        assert events[-1].response == await client.responses.retrieve(id)
+        again = await client.responses.retrieve(id, stream=True)
+        assert [event async for event in again][2:] == events
+        rest = await client.responses.retrieve(id, stream=True, starting_after=len(events))
+        assert [event async for event in rest] == events[-1:]
+
+
+@in_loop
+async def test_a_stream_of_a_cancelled_response_ends() -> None:
+    async with daemon_and_client() as (daemon, client):
+        await client.responses.create(**HI)
+        daemon.engine.gate.clear()
+        stream = await client.responses.create(**HI, background=True, stream=True)
+        created = await anext(stream)
+        await client.responses.cancel(created.response.id)
+        assert [event.type async for event in stream] == ["response.in_progress"]
+        again = await client.responses.retrieve(created.response.id, stream=True)
+        assert [event.type async for event in again] == ["response.created", "response.in_progress"]
+
+
+@in_loop
+async def test_log_probabilities_are_those_of_chats() -> None:
+    """Of the text alone, whole, in its deltas, and at its end."""
+    async with daemon_and_client() as (daemon, client):
+        await daemon.service.load("tiny")
+        say(daemon, "Good day.")
+        messages = [{"role": "user", "content": "hi"}]
+        chat = await client.chat.completions.create(
+            model="tiny", messages=messages, logprobs=True, top_logprobs=2
+        )
+        expected = [entry.to_dict() for entry in chat.choices[0].logprobs.content]
+        assert len(expected) > 3 and len(expected[0]["top_logprobs"]) == 2
+        asked = {"model": "tiny", "input": "hi", "include": ["message.output_text.logprobs"]}
+        whole = await client.responses.create(**asked, top_logprobs=2)
+        assert [entry.to_dict() for entry in whole.output[0].content[0].logprobs] == expected
+        stream = await client.responses.create(**asked, top_logprobs=2, stream=True)
+        events = [event async for event in stream]
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        assert [entry.to_dict() for event in deltas for entry in event.logprobs] == expected
+        (done,) = [event for event in events if event.type == "response.output_text.done"]
+        assert [entry.to_dict() for entry in done.logprobs] == expected
+        assert events[-1].response.output[0].content == whole.output[0].content
+        bare = await client.responses.create(**asked)
+        assert [entry.top_logprobs for entry in bare.output[0].content[0].logprobs] == [[]] * len(expected)
+        assert not (await client.responses.create(model="tiny", input="hi")).output[0].content[0].logprobs
+
+
+@in_loop
 async def test_errors_as_the_sdk_sees_them() -> None:
     async with daemon_and_client("tcp") as (daemon, client):
         with pytest.raises(openai.NotFoundError) as gone:

@@ -1,0 +1,53 @@
+"""What the routes of quantd's own command line answer, as types."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Progress(TypedDict):
+    """Bytes of weights."""
+
+    done: int
+    total: int
+
+
+class ModelStatus(TypedDict):
+    """info, stats: of its engine. unloads_in: seconds, if nothing uses it; null: it stays."""
+
+    name: str
+    state: Literal["loading", "ready", "unloading"]
+    progress: Progress
+    info: dict[str, Any] | None
+    stats: dict[str, Any] | None
+    unloads_in: float | None
+
+
+class Status(TypedDict):
+    version: str
+    pid: int
+    uptime_seconds: float
+    listening: list[str]
+    models: list[ModelStatus]
+
+
+class LoadLine(TypedDict):
+    """A step of a load, or its end, with what is loaded then."""
+
+    status: Literal["loading", "ready"]
+    done: NotRequired[int]
+    total: NotRequired[int]
+    info: NotRequired[dict[str, Any]]
+
+
+class Unloaded(TypedDict):
+    status: Literal["unloaded"]
+    model: str
+
+
+class Stopping(TypedDict):
+    status: Literal["stopping"]
