@@ -17,6 +17,7 @@ from quantd.daemon.routes.keys import (
     CARDS,
     CONTROL,
     LIBRARY,
+    PREFIXES,
     RESPONSES,
     SERVICE,
     SLOTS,
@@ -30,10 +31,12 @@ from quantd.daemon.routes.ollama_library import OLLAMA_LIBRARY_ROUTES
 from quantd.daemon.routes.openai import OPENAI_ROUTES
 from quantd.daemon.routes.openapi import OPENAPI_ROUTES
 from quantd.daemon.routes.page import PAGE_ROUTES
+from quantd.daemon.routes.prefixes import PREFIX_ROUTES
 from quantd.daemon.routes.responses import RESPONSES_ROUTES
 from quantd.daemon.routes.route import Route, route_of
 from quantd.daemon.service import Service
 from quantd.daemon.slots import Slots
+from quantd.daemon.stored_prefixes import StoredPrefixes
 from quantd.daemon.wire import anthropic
 from quantd.daemon.wire.errors import (
     ERROR_SHAPE,
@@ -49,6 +52,7 @@ MAX_BODY = 64 * 2**20
 
 ROUTES = (
     *CONTROL_ROUTES,
+    *PREFIX_ROUTES,
     *MODEL_ROUTES,
     *OPENAI_ROUTES,
     *ANTHROPIC_ROUTES,
@@ -68,6 +72,7 @@ def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING
     app[CONTROL] = control
     app[CARDS] = Cards(service.models)
     app[SLOTS] = Slots(control.state / "slots")
+    app[PREFIXES] = StoredPrefixes(control.prefixes)
     app[LIBRARY] = Library(service.models)
     app[TABLE] = ROUTES
     app[TIMING] = timing

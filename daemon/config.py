@@ -93,6 +93,11 @@ class Paths:
         return self.cache / "kernels"
 
     @property
+    def prefixes(self) -> Path:
+        """The folder of the prefix cache's part on disk."""
+        return self.cache / "prefixes"
+
+    @property
     def log(self) -> Path:
         """The log file of daemons that the command line starts by itself."""
         return self.state / "daemon.log"
@@ -160,6 +165,12 @@ class EngineOptions:
     prefix_caching: bool = setting_like(
         EngineConfig, "prefix_caching", switch(), "Keep and reuse the cache of common prefixes."
     )
+    disk_cache: int | None = setting_like(
+        EngineConfig,
+        "disk_cache",
+        size(0),
+        "Bytes of prefixes kept on disk for all models, 0 for none; 10 GB or a quarter of what is free.",
+    )
     threads: int = setting_like(
         EngineConfig, "threads", whole(0, 1024), "Compute threads of a rank; 0 for all physical cores."
     )
@@ -168,10 +179,13 @@ class EngineOptions:
         EngineConfig, "split", _SPLIT, "Spread the layers over stages: auto, or the share of each."
     )
 
-    def for_model(self, model_path: Path, kernel_cache: Path) -> EngineConfig:
+    def for_model(self, model_path: Path, kernel_cache: Path, prefixes: Path | None = None) -> EngineConfig:
         """The record that an engine process for the model in this folder gets."""
         return EngineConfig(
-            model_path=str(model_path), kernel_cache=str(kernel_cache), **dataclasses.asdict(self)
+            model_path=str(model_path),
+            kernel_cache=str(kernel_cache),
+            prefix_folder=None if prefixes is None else str(prefixes),
+            **dataclasses.asdict(self),
         )
 
 

@@ -17,6 +17,7 @@ class Control:
     models: Models
     version: str
     state: Path
+    prefixes: Path
     listening: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
     stop: asyncio.Event = field(default_factory=asyncio.Event)

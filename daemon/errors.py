@@ -8,6 +8,10 @@ class ModelNotFoundError(QuantdError):
     """No model of this name is in the store."""
 
 
+class PrefixNotFoundError(QuantdError):
+    """No prefix of this id is on disk."""
+
+
 class ResponseNotFoundError(QuantdError):
     """No response, or no item of one, with this id is stored."""
 

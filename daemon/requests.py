@@ -20,11 +20,12 @@ class Options:
 
     open: fields of sampling that the client left open, for which the model has defaults of its own.
     n: choices for each prompt; a seeded request gives choice j the seed plus j. cache_salt: prompts share
-    cached prefixes only under the same salt. constraint: what the answer must be. context_len: tokens,
-    prompt and answer, that this request may have at most, if fewer than the model's. usual: sampling for
-    open fields of models whose authors say nothing of it. keep_alive: seconds that the model is to stay
-    in memory afterwards, see KeepAlive. biased_texts: logit biases of all tokens of a text. lines: how lines
-    may end the answer. reports_progress: deltas are to tell how far the prompt is computed.
+    cached prefixes only under the same salt. lasting: later requests may have this salt. constraint: what
+    the answer must be. context_len: tokens, prompt and answer, that this request may have at most, if fewer
+    than the model's. usual: sampling for open fields of models whose authors say nothing of it. keep_alive:
+    seconds that the model is to stay in memory afterwards, see KeepAlive. biased_texts: logit biases of all
+    tokens of a text. lines: how lines may end the answer. reports_progress: deltas are to tell how far the
+    prompt is computed.
     """
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -34,6 +35,7 @@ class Options:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     cache_salt: str = ""
+    lasting: bool = True
     constraint: Constraint | None = None
     context_len: int | None = None
     keep_alive: float | None = None

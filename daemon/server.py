@@ -87,7 +87,7 @@ async def _serve(config: ServeConfig, listeners: list[socket.socket]) -> int:
     preload = None if config.model is None else models.store.get(config.model).name
     service = Service(models, Metrics(), config.max_queue)
     version, names = importlib.metadata.version("quantd"), [name_of(sock) for sock in listeners]
-    control = Control(models, version, config.paths.state, names)
+    control = Control(models, version, config.paths.state, config.paths.prefixes, names)
     abort = _handle_signals(control.stop)
     notifier = Notifier(config.supervision.notify_address)
     async with _running(make_app(service, control), listeners) as runner:
@@ -125,7 +125,8 @@ def engine_config(config: ServeConfig, path: Path, options: Mapping[str, Any]) -
         raise RequestError(
             f"options.{name}: no such engine option; known: {', '.join(sorted(known))}", "options"
         )
-    record = msgspec.structs.asdict(config.engine.for_model(path, config.paths.kernels)) | dict(options)
+    usual = config.engine.for_model(path, config.paths.kernels, config.paths.prefixes)
+    record = msgspec.structs.asdict(usual) | dict(options)
     try:
         return msgspec.convert(record, EngineConfig)
     except msgspec.ValidationError as error:

@@ -265,6 +265,7 @@ class Service:
                 prompt=ids,
                 sampling=engine_sampling(options, model, number, echoed is not None, len(ids), grammar),
                 salt=options.cache_salt,
+                lasting=options.lasting,
                 reports_progress=options.reports_progress,
             )
             try:

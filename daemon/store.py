@@ -209,6 +209,11 @@ def plain_name(name: str) -> str:
     return _HOST.sub("", name).removesuffix(":latest")
 
 
+def model_name(folder: Path) -> str:
+    """The name of the model that lies in a folder of the store."""
+    return folder.name.replace("--", "/").replace("@", ":")
+
+
 def full_name(name: str) -> str:
     """A name of the store as Ollama lists it, with its tag."""
     return name if ":" in name else f"{name}:latest"

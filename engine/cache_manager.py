@@ -48,6 +48,30 @@ class CacheManager:
         state.num_computed = len(hits) * self.block_size
         return True
 
+    def missing(self, state: RequestState) -> tuple[int, Sequence[bytes]]:
+        """Blocks that a hit could cover but that are not here: the number of the first, and their keys."""
+        keys = self._hit_keys(state)
+        num_found = len(self.prefix.find(keys))
+        return num_found, keys[num_found:]
+
+    def adopt(self, state: RequestState, first: int, keys: Sequence[bytes]) -> list[int]:
+        """Blocks for the next ones of a request's prompt, from number `first` on, to be filled at once.
+
+        For as many of the leading keys as there are free blocks; none if what they go on from is not here any
+        more. They are findable from now on, and held by nobody.
+        """
+        before = self.prefix.find(state.block_keys[:first])
+        if len(before) < first:
+            return []
+        for block in before:
+            self.pool.share(block)
+        adopted = [self._allocate() for _ in keys[: self.pool.num_free]]
+        for key, block in zip(keys, adopted, strict=False):
+            self.prefix.insert(key, block)
+        for block in reversed(before + adopted):
+            self.pool.release(block, keep=block in self.prefix)
+        return adopted
+
     def append(self, state: RequestState, num_tokens: int) -> bool:
         """Give a request the blocks for its next `num_tokens` tokens; if too few are free, none."""
         end = state.num_computed + num_tokens
@@ -87,13 +111,10 @@ class CacheManager:
         while len(state.blocks) > self._num_blocks(state.num_computed):
             self.pool.release(state.blocks.pop(), keep=False)
 
-    def forget(self, prompt: Sequence[int], salt: str) -> None:
-        """Let no later request find the blocks of a prompt's first tokens, whoever else shares them."""
-        size = self.block_size
-        keys = [root_key(salt)]
-        for start in range(0, len(prompt) - size + 1, size):
-            keys.append(block_key(keys[-1], prompt[start : start + size]))
-        for block in self.prefix.find(keys[1:]):
+    def forget(self, keys: Iterable[bytes] | None) -> None:
+        """Let no later request find these blocks, whoever else shares them; None: any block."""
+        blocks = list(self.prefix) if keys is None else [b for key in keys for b in self.prefix.find([key])]
+        for block in blocks:
             self.pool.share(block)
             self.prefix.evict(block)
             self.pool.release(block, keep=False)
@@ -128,11 +149,14 @@ class CacheManager:
         return block
 
     def _find_hits(self, state: RequestState) -> list[int]:
-        """Blocks that hold the request's first tokens, never all of them: the last is always computed."""
+        return self.prefix.find(self._hit_keys(state))
+
+    def _hit_keys(self, state: RequestState) -> Sequence[bytes]:
+        """Keys of the request's first tokens, never of all of them: the last is always computed."""
         if not self.prefix_caching or _misses_hits(state):
             return []
         self._extend_keys(state)
-        return self.prefix.find(state.block_keys[: _max_hit_len(state) // self.block_size])
+        return state.block_keys[: _max_hit_len(state) // self.block_size]
 
     def _extend_keys(self, state: RequestState) -> None:
         keys = state.block_keys

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import IO, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import msgspec
 
@@ -21,6 +21,7 @@ from quantd.engine.errors import CapacityError, EngineDiedError, NumericsError, 
 from quantd.engine.messages import (
     Abort,
     Add,
+    Drop,
     Events,
     Failed,
     Forget,
@@ -28,6 +29,8 @@ from quantd.engine.messages import (
     GetStats,
     Loading,
     ModelInfo,
+    Save,
+    Saved,
     Stats,
     ToEngine,
 )
@@ -37,6 +40,7 @@ from quantd.quant.errors import CheckpointError, UnsupportedModelError
 
 # -P: a file of the working directory must not pass for a module of the engine.
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "quantd.engine.loop")
+SAVE_SECONDS = 3.0
 
 _LOAD_ERRORS: dict[str, type[QuantdError]] = {
     **{error.__name__: error for error in (CheckpointError, UnsupportedModelError, CapacityError)},
@@ -58,6 +62,8 @@ class EngineClient:
         self._decoder = msgspec.msgpack.Decoder[FromEngine](FromEngine)
         self._inboxes: dict[str, _Inbox] = {}
         self._asking: deque[asyncio.Future[Stats]] = deque()
+        self._saved: asyncio.Future[None] | None = None
+        self._saves = False
         self._reading: asyncio.Task[None] | None = None
         self._end_reason: str | None = None
 
@@ -81,6 +87,7 @@ class EngineClient:
         try:
             client._send(config)
             client.info = await client._wait_until_ready(on_progress)
+            client._saves = config.prefix_folder is not None and config.disk_cache != 0
         except BaseException:
             await client.close()
             raise
@@ -108,6 +115,15 @@ class EngineClient:
         self._check_alive()
         self._send(Forget(list(prompt), salt))
 
+    async def drop(self, keys: Sequence[bytes] | None) -> None:
+        """Let no later request find these blocks, or any (None); returns when that is so.
+
+        Raises EngineDiedError.
+        """
+        self._check_alive()
+        self._send(Drop(None if keys is None else list(keys)))
+        await self.stats()
+
     async def stats(self) -> Stats:
         """The engine's counters, between two of its steps. Raises EngineDiedError."""
         self._check_alive()
@@ -117,7 +133,11 @@ class EngineClient:
         return await answer
 
     async def close(self) -> None:
-        """End the process and wait for its end; running generators raise EngineDiedError. Idempotent."""
+        """End the process and wait for its end; running generators raise EngineDiedError. Idempotent.
+
+        What outlives it on disk is written first, for SAVE_SECONDS at most.
+        """
+        await self._save()
         if self._end_reason is None:
             self._end_reason = "the engine was closed"
         await self._child.end()
@@ -125,6 +145,14 @@ class EngineClient:
             await self._reading
         elif not self.died.done():
             self._die(self._end_reason)
+
+    async def _save(self) -> None:
+        if not self._saves or self._reading is None or self.died.done() or self._saved is not None:
+            return
+        self._saved = asyncio.get_running_loop().create_future()
+        self._send(Save(SAVE_SECONDS))
+        ends: list[asyncio.Future[Any]] = [self._saved, self.died]
+        await asyncio.wait(ends, timeout=SAVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
 
     async def _wait_until_ready(self, on_progress: Callable[[int, int], None] | None) -> ModelInfo:
         while True:
@@ -187,6 +215,9 @@ class EngineClient:
                 answer = self._asking.popleft()
                 if not answer.done():
                     answer.set_result(message)
+            case Saved():
+                if self._saved is not None and not self._saved.done():
+                    self._saved.set_result(None)
             case Failed(_, text):
                 self._end_reason = f"the engine process failed: {text}"
             case _:

@@ -20,6 +20,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     depend on who is beside it, which rules out the vendor's matrix product.
     max_num_tokens: the token budget of a step. threads: of each rank, 0 for one a physical core over all
     ranks. kernel_cache: folder of the kernels compiled on this machine, or None for the user's cache folder.
+    prefix_folder: where blocks are kept on disk, None for nowhere. disk_cache: bytes of all of them, 0 for
+    none; None for what is usual (see quantd.engine.disk_space).
     tp: ranks that share each matrix. split: how layers are spread over stages of tp ranks (see
     quantd.engine.split), "" for one stage.
     """
@@ -38,5 +40,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     threads: int = 0
     kernel_cache: str | None = None
+    prefix_folder: str | None = None
+    disk_cache: int | None = None
     tp: int = 1
     split: str = ""

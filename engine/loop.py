@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -23,11 +24,27 @@ import msgspec
 
 from quantd.engine.config import EngineConfig
 from quantd.engine.connection import Connection
+from quantd.engine.disk_cache import FromDisk, WeightsRead, open_disk_cache
+from quantd.engine.disk_reader import Arrived
+from quantd.engine.disk_writer import Written
 from quantd.engine.errors import RankError
 from quantd.engine.grammar import NO_GRAMMARS, Compiled, GrammarCompiler, Grammars, ModelGrammars
-from quantd.engine.messages import Abort, Add, Failed, Forget, FromEngine, GetStats, Loading, ToEngine
+from quantd.engine.messages import (
+    Abort,
+    Add,
+    Drop,
+    Failed,
+    Forget,
+    FromEngine,
+    GetStats,
+    Loading,
+    Save,
+    Saved,
+    ToEngine,
+)
 from quantd.engine.outbox import HOLD_SECONDS, Outbox
 from quantd.engine.plan import Plan, Runner
+from quantd.engine.prefix_cache import block_keys
 from quantd.engine.ranks import Fail
 from quantd.engine.request import Request, TokenEvent
 from quantd.engine.scheduler import Scheduler
@@ -52,13 +69,14 @@ class GrammarReady(NamedTuple):
     compiled: Compiled
 
 
-Incoming: TypeAlias = ToEngine | GrammarReady
+Incoming: TypeAlias = ToEngine | GrammarReady | FromDisk
 
 
 class EngineLoop:
     """Receive, schedule, run, update, emit; with nothing to do it waits for its inbox.
 
-    The inbox holds what the daemon says, and what grammars are compiled to. hold_seconds: see Outbox.
+    The inbox holds what the daemon says, what grammars are compiled to, and what came from the disk or is
+    written there. hold_seconds: see Outbox.
     """
 
     def __init__(
@@ -73,6 +91,7 @@ class EngineLoop:
         self.scheduler = scheduler
         self.runner = runner
         self._stepping = stepping_of(scheduler, runner)
+        self._disk = scheduler.disk
         self._inbox = inbox
         self._send = send
         self._outbox = Outbox(send, hold_seconds)
@@ -91,11 +110,11 @@ class EngineLoop:
     def _receive(self) -> Iterator[Incoming]:
         """All that has come; the first of it is waited for while there is no work.
 
-        Work of the runner's own, if it has some, is done meanwhile.
+        Work of the runner's own, if it has some, is done meanwhile, and then what is to be written to disk.
         """
         if not self.scheduler.has_work:
             self._outbox.flush()
-            while self._inbox.empty() and self.runner.prepare():
+            while self._inbox.empty() and (self.runner.prepare() or self._disk.turn(self.scheduler.cache)):
                 pass
             yield self._inbox.get()
         while True:
@@ -112,8 +131,19 @@ class EngineLoop:
                 event = self.scheduler.release(request_id, compiled)
             case Abort(request_id):
                 event = self.scheduler.abort(request_id)
+            case Arrived() | Written() | WeightsRead():
+                for state in self._disk.heard(message, self.scheduler.cache):
+                    self.scheduler.resume(state)
+                event = None
             case Forget(prompt, salt):
-                self.scheduler.cache.forget(prompt, salt)
+                self._forget(block_keys(prompt, self.scheduler.cache.block_size, salt))
+                event = None
+            case Drop(keys):
+                self._forget(keys)
+                event = None
+            case Save(seconds):
+                self._disk.flush(self.scheduler.cache, seconds)
+                self._send(Saved())
                 event = None
             case GetStats():
                 self._send(self.scheduler.stats())
@@ -128,11 +158,17 @@ class EngineLoop:
             )
         return event
 
+    def _forget(self, keys: list[bytes] | None) -> None:
+        self.scheduler.cache.forget(keys)
+        self._disk.forget(keys)
+
     def _compute(self, plan: Plan) -> list[TokenEvent]:
+        begun = time.monotonic()
         try:
             output = self._stepping.run(plan)
         except Exception as error:
             return self._fail(plan, error)
+        self._disk.note_step(plan.num_tokens, time.monotonic() - begun)
         self._failed_before = False
         return self.scheduler.update(plan, output)
 
@@ -176,7 +212,8 @@ def serve(fd: int, build_runner: BuildRunner) -> None:
         runner = build_runner(config, lambda done, total: send(Loading(done, total)), fail)
         send(runner.info)
         grammars = ModelGrammars(GrammarCompiler(Path(config.model_path), runner.info.vocab_size))
-        loop = EngineLoop(Scheduler(config, runner.info), runner, inbox, send, grammars=grammars)
+        disk = open_disk_cache(config, runner, inbox.put)
+        loop = EngineLoop(Scheduler(config, runner.info, disk), runner, inbox, send, grammars=grammars)
         # What is here now stays: looking through it again and again for garbage would hold steps up.
         gc.collect()
         gc.freeze()

@@ -27,6 +27,21 @@ class Forget(msgspec.Struct, frozen=True, tag="forget"):
     salt: str = ""
 
 
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Daemon -> engine: let no later request find the blocks of these keys, here or on disk.
+
+    None: any that is here; what is on disk is then the daemon's to delete.
+    """
+
+    keys: list[bytes] | None = None
+
+
+class Save(msgspec.Struct, frozen=True, tag="save"):
+    """Daemon -> engine, before its end: write to disk what is to outlive it, then answer with Saved."""
+
+    seconds: float
+
+
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     """Daemon -> engine: answer with Stats."""
 
@@ -117,6 +132,10 @@ class Events(msgspec.Struct, frozen=True, tag="events"):
     events: list[TokenEvent]
 
 
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """Engine -> daemon: what a Save asked for is done, as far as there was time."""
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Engine -> daemon: counters since the start, and the present state.
 
@@ -124,7 +143,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     others of blocks_total are held by requests. live_slots: slots of those that have tokens in them;
     one that several requests share counts once. prompt_tokens: of admitted requests, cached ones
     included. prefix_queries, prefix_hits: prompt tokens looked up in and found by the prefix cache,
-    at a request's first admission. evictions: findable blocks given to other tokens.
+    at a request's first admission. disk_hits: tokens whose blocks were read from disk for that. evictions:
+    findable blocks given to other tokens.
     """
 
     num_running: int = 0
@@ -138,10 +158,11 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     generated_tokens: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
+    disk_hits: int = 0
     preemptions: int = 0
     evictions: int = 0
     aborts: int = 0
 
 
-ToEngine = Add | Abort | Forget | GetStats
-FromEngine = Loading | ModelInfo | Failed | Events | Stats
+ToEngine = Add | Abort | Forget | Drop | Save | GetStats
+FromEngine = Loading | ModelInfo | Failed | Events | Saved | Stats

@@ -25,7 +25,8 @@ from quantd.engine.memory import PROMPT_ROWS
 from quantd.engine.models.decoder import Decoder, last_finite
 from quantd.engine.models.spec import DecoderSpec
 from quantd.engine.parallel import Place, connect
-from quantd.engine.plan import Plan, PlanEntry, RequestState
+from quantd.engine.plan import Plan, PlanEntry, PoolBlocks, RequestState
+from quantd.engine.pool_blocks import BlockArray
 from quantd.engine.rank_messages import RankLoaded, StartRank
 from quantd.engine.request import Request, SamplingParams
 from quantd.engine.shard import Part
@@ -50,6 +51,7 @@ class ModelPart:
         self._place = place
         self._block_size = pool.shape.block_size
         self._device = pool.data.device
+        self._pool = pool
         self._kv = pool.layers()
         self._forward = forward
 
@@ -71,6 +73,17 @@ class ModelPart:
     def prepare(self) -> bool:
         """See Forward; for an engine of one rank."""
         return self._forward.prepare()
+
+    def blocks(self) -> PoolBlocks | None:
+        """The pool's blocks as bytes, of a model that is all here, on a CPU, and has been checked."""
+        if self._device.type != "cpu" or not self.decoder.is_whole or self._place.group.size > 1:
+            return None
+        ops, pool = self.decoder.ops, self._pool
+        numerics = (
+            f"{ops.name} {ops.build} torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()} "
+            f"{pool.format} {pool.shape} {self.decoder.spec}"
+        )
+        return BlockArray(pool.data.numpy(), numerics)
 
     @torch.inference_mode()
     def check_finite(self) -> None:

@@ -137,12 +137,34 @@ class StepOutput:
     entries: tuple[EntryOutput, ...]
 
 
+class PoolBlocks(Protocol):
+    """The blocks of a pool as bytes, for the thread that steps."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a block."""
+
+    @property
+    def numerics(self) -> str:
+        """All that the bits of a block depend on, beside the weights and the tokens up to its end."""
+
+    def read(self, block: int) -> bytes:
+        """A copy of a block."""
+
+    def write(self, block: int, data: bytes | memoryview) -> None:
+        """Make `data` the block."""
+
+
 class Runner(Protocol):
     """What computes a plan. One is built for each engine process, and lives as long."""
 
     @property
     def info(self) -> ModelInfo:
         """The loaded model and the size of its block pool."""
+
+    @property
+    def pool_blocks(self) -> PoolBlocks | None:
+        """The pool's blocks, where they can be had as bytes."""
 
     def run(self, plan: Plan) -> StepOutput:
         """Compute one step.

@@ -27,6 +27,14 @@ def block_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(parent + struct.pack(f"<{len(token_ids)}q", *token_ids), digest_size=KEY_BYTES).digest()
 
 
+def block_keys(token_ids: Sequence[int], block_size: int, salt: str) -> list[bytes]:
+    """The keys of the full blocks of a prompt."""
+    keys = [root_key(salt)]
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        keys.append(block_key(keys[-1], token_ids[start : start + block_size]))
+    return keys[1:]
+
+
 class PrefixCache:
     """key <-> block, one block a key. Of blocks with equal contents the first is the findable one."""
 

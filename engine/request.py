@@ -146,16 +146,22 @@ class EmbeddingParams(msgspec.Struct, frozen=True, kw_only=True):
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, and one continuation of it or, with max_tokens 0, its embedding.
 
-    salt: requests share cached blocks only within a salt. reports_progress: each step on the prompt is to be
-    told of.
+    salt: requests share cached blocks only within a salt. lasting: later requests may have this salt, also
+    when this engine is gone. reports_progress: each step on the prompt is to be told of.
     """
 
     id: str
     prompt: list[int]
     sampling: SamplingParams
     salt: str = ""
+    lasting: bool = True
     embedding: EmbeddingParams | None = None
     reports_progress: bool = False
+
+    @property
+    def comes_back(self) -> bool:
+        """Whether later prompts may well begin like this one, so that its blocks are worth a disk."""
+        return self.lasting and self.embedding is None
 
     @property
     def draws(self) -> bool:

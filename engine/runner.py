@@ -26,7 +26,7 @@ from quantd.engine.messages import ModelInfo
 from quantd.engine.model_part import ModelPart, load_part, prompt_chunks, select
 from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.models.spec import DecoderSpec
-from quantd.engine.plan import EntryOutput, Plan, PlanEntry, StepOutput
+from quantd.engine.plan import EntryOutput, Plan, PlanEntry, PoolBlocks, StepOutput
 from quantd.engine.pooling import HiddenRow, pool, pooled_rows
 from quantd.engine.rank_messages import Allocate, RankLoaded, RankReady, StartRank
 from quantd.engine.ranks import Fail, Ranks
@@ -46,8 +46,15 @@ if TYPE_CHECKING:
 class ModelRunner:
     """The Runner of a decoder (see quantd.engine.plan)."""
 
-    def __init__(self, part: ModelPart, sampler: Sampler | GpuSampler, info: ModelInfo) -> None:
+    def __init__(
+        self,
+        part: ModelPart,
+        sampler: Sampler | GpuSampler,
+        info: ModelInfo,
+        pool_blocks: PoolBlocks | None = None,
+    ) -> None:
         self.info = info
+        self.pool_blocks = pool_blocks
         self._part = part
         self._sampler = sampler
         self._masks = TokenMasks(info.vocab_size)
@@ -186,7 +193,7 @@ def build_runner(config: EngineConfig, progress: Progress, fail: Fail = lambda f
     part = loaded.allocate(num_blocks)
     info = _describe(config, part, memory, num_blocks, begun)
     if config.backend != "gpu":
-        return ModelRunner(part, _sampler(config, part), info)
+        return ModelRunner(part, _sampler(config, part), info, part.blocks())
     from quantd.engine.gpu_runner import GpuRunner  # needs triton
 
     return GpuRunner(part, info)

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 
 from quantd.engine.cache_manager import CacheManager
 from quantd.engine.config import EngineConfig
+from quantd.engine.disk_cache import NO_DISK, DiskCache
 from quantd.engine.errors import RequestError
 from quantd.engine.grammar import Compiled
 from quantd.engine.messages import ModelInfo, Stats
@@ -47,8 +48,9 @@ class Scheduler:
     may be asked for, and if that is not None, `confirm` goes in the place of the next schedule.
     """
 
-    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+    def __init__(self, config: EngineConfig, info: ModelInfo, disk: DiskCache = NO_DISK) -> None:
         self.info = info
+        self.disk = disk
         self.cache = CacheManager(info.num_blocks, info.block_size, config.prefix_caching)
         self.max_num_tokens = config.max_num_tokens
         self.max_num_requests = config.max_num_requests
@@ -65,7 +67,8 @@ class Scheduler:
     def add(self, request: Request) -> TokenEvent | None:
         """Queue a request; one that could never be served is refused by the event returned.
 
-        One with a grammar is held until `release`; there is no work for it before.
+        One with a grammar is held until `release`, one of which the disk has a part until `resume`; there is
+        no work for it before.
         """
         assert all(state.id != request.id for state in self._states()), (
             f"request {request.id} is here already"
@@ -74,7 +77,10 @@ class Scheduler:
             self.info.check_request(request)
         except RequestError as error:
             return TokenEvent(request_id=request.id, finish_reason="error", error=str(error))
-        (self.waiting if request.sampling.grammar is None else self.held).append(RequestState(request))
+        if request.sampling.grammar is None:
+            self._queue(RequestState(request))
+        else:
+            self.held.append(RequestState(request))
         return None
 
     def release(self, request_id: str, compiled: Compiled) -> TokenEvent | None:
@@ -86,8 +92,14 @@ class Scheduler:
             return self._fail(state, str(compiled))
         state.matcher = compiled
         self.held.remove(state)
-        self.waiting.append(state)
+        self._queue(state)
         return None
+
+    def resume(self, state: RequestState) -> None:
+        """Queue a request that is held for what the disk has of it, unless it has ended."""
+        if state in self.held:
+            self.held.remove(state)
+            self.waiting.append(state)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """End a request between steps, whatever its state; its blocks are free at once."""
@@ -163,6 +175,7 @@ class Scheduler:
             blocks_free=self.cache.pool.num_free - num_cached,
             blocks_cached=num_cached,
             live_slots=self._live_slots(),
+            disk_hits=self.disk.num_read * self.info.block_size,
             evictions=self.cache.num_evictions,
             **asdict(self.counters),
         )
@@ -190,6 +203,9 @@ class Scheduler:
 
     def _states(self) -> Iterable[RequestState]:
         return (*self.running, *self.waiting, *self.held)
+
+    def _queue(self, state: RequestState) -> None:
+        (self.held if self.disk.fetch(state, self.cache) else self.waiting).append(state)
 
     def _plan_running(self, entries: list[PlanEntry]) -> None:
         """Plan for those that run, oldest first. Only those behind, not planned yet, can be preempted."""
@@ -315,6 +331,7 @@ class Scheduler:
         return TokenEvent(request_id=state.id, finish_reason="error", error=error)
 
     def _remove(self, state: RequestState, forget: bool = False) -> None:
+        self.disk.end(state, keep=not forget)
         self.cache.free(state, forget)
         next(queue for queue in (self.running, self.waiting, self.held) if state in queue).remove(state)
         self._seats = min(self._seats + 1, self.max_num_requests)

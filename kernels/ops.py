@@ -99,6 +99,10 @@ class Ops(Protocol):
     def name(self) -> str:
         """What `quantd doctor` prints: "reference", "cpu avx2", ..."""
 
+    @property
+    def build(self) -> str:
+        """What bits of results hang on beside inputs, torch and the name; for those that are kept."""
+
     def pack(self, weight: Weight, bias: Tensor | None = None) -> PackedWeight:
         """Bring a weight into this backend's layout. bias: [N], added by `linear`."""
 

@@ -99,6 +99,11 @@ class ReferenceOps:
     def __init__(self, activations: Activations = "auto") -> None:
         self._rounds_inputs = activations == "auto"
 
+    @property
+    def build(self) -> str:
+        """See Ops."""
+        return "int8" if self._rounds_inputs else "float"
+
     def pack(self, weight: Weight, bias: Tensor | None = None) -> Packed:
         """Keep a weight, its codes packed into bytes."""
         bias = None if bias is None else bias.float()

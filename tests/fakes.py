@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Iterator, Sequence
 
@@ -92,6 +93,7 @@ class FakeRunner:
         self.plans: list[Plan] = []
         num_slots = info.num_blocks * info.block_size
         self._layers: list[list[int | None]] = [[None] * num_slots, [None] * num_slots]
+        self.pool_blocks = FakePoolBlocks(info.block_size, self._layers)
 
     def run(self, plan: Plan) -> StepOutput:
         return self._run(plan, {})
@@ -150,6 +152,29 @@ class FakeRunner:
     def _slot(self, entry: PlanEntry, position: int) -> int:
         size = self.info.block_size
         return entry.blocks[position // size] * size + position % size
+
+
+class FakePoolBlocks:
+    """The blocks of a FakeRunner as bytes: each layer's values."""
+
+    numerics = "fake"
+
+    def __init__(self, block_size: int, layers: list[list[int | None]]) -> None:
+        self.num_bytes = 2 * 8 * block_size
+        self._block_size = block_size
+        self._layers = layers
+
+    def read(self, block: int) -> bytes:
+        values = [value for layer in self._layers for value in layer[self._slots(block)]]
+        return struct.pack(f"<{len(values)}q", *values)
+
+    def write(self, block: int, data: bytes | memoryview) -> None:
+        values = struct.unpack(f"<{2 * self._block_size}q", data)
+        self._layers[0][self._slots(block)] = values[: self._block_size]
+        self._layers[1][self._slots(block)] = values[self._block_size :]
+
+    def _slots(self, block: int) -> slice:
+        return slice(block * self._block_size, (block + 1) * self._block_size)
 
 
 class AheadFakeRunner(FakeRunner):

@@ -25,6 +25,7 @@ _COMMANDS = {
     "ps": "control",
     "status": "control",
     "stop": "control",
+    "cache": "cache",
     "connect": "connect",
     "bench": "bench",
     "doctor": "doctor",

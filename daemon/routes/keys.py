@@ -14,10 +14,12 @@ from quantd.daemon.response_store import ResponseStore
 from quantd.daemon.routes.route import Route
 from quantd.daemon.service import Service
 from quantd.daemon.slots import Slots
+from quantd.daemon.stored_prefixes import StoredPrefixes
 from quantd.daemon.wire.stream import Timing
 
 CARDS = web.AppKey("cards", Cards)
 LIBRARY = web.AppKey("library", Library)
+PREFIXES = web.AppKey("prefixes", StoredPrefixes)
 SERVICE = web.AppKey("service", Service)
 CONTROL = web.AppKey("control", Control)
 RESPONSES = web.AppKey("responses", ResponseStore)

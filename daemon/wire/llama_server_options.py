@@ -147,6 +147,7 @@ class OptionFields(msgspec.Struct, frozen=True, kw_only=True):
             stop=stop_strings(self.stop),
             ignore_eos=bool(self.ignore_eos),
             cache_salt="" if self.caches else uuid.uuid4().hex,
+            lasting=self.caches,
             biased_texts=texts,
             lines=self._lines(),
             reports_progress=self.streams and bool(self.return_progress),

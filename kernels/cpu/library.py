@@ -199,13 +199,14 @@ class Op(Structure):
 class Library:
     """The loaded library with threads of its own. Not for several callers at a time.
 
-    arena: memory for packed weights.
+    name: the file's, which tells what it was built of. arena: memory for packed weights.
     """
 
     def __init__(self, path: Path, threads: int) -> None:
         """Raises OSError where the file does not load or threads cannot be had."""
         self._functions = ctypes.CDLL(str(path))
         self._declare()
+        self.name = path.stem
         self.path_name = str(self._functions.qd_path_name(), "ascii")
         self.arena = Arena()
         self._pool = self._functions.qd_pool_create(threads)

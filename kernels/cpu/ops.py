@@ -41,6 +41,11 @@ class CpuOps:
         """ "cpu" and the path compiled in: "cpu avx2", "cpu avx512-vnni", ..."""
         return f"cpu {self._lib.path_name}"
 
+    @property
+    def build(self) -> str:
+        """See Ops: sources, compiler, flags and CPU, and how inputs are rounded."""
+        return f"{self._lib.name} {'int8' if self._int8 else 'float'}"
+
     def pack(self, weight: Weight, bias: Tensor | None = None) -> PackedMatrix:
         """Bring a weight into panels; see quantd.kernels.cpu.weights.pack."""
         return pack(self._lib, weight, bias, self._int8)

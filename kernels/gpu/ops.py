@@ -57,6 +57,11 @@ class GpuOps:
         return f"gpu sm_{self._tuning.gpu.capability} {_NAMES[self.dtype]}"
 
     @property
+    def build(self) -> str:
+        """See Ops."""
+        return f"{'int8' if self._rounds_inputs else 'float'} {'same bits' if self._same_bits else 'fast'}"
+
+    @property
     def gpu(self) -> Gpu:
         """What launches depend on."""
         return self._tuning.gpu

@@ -108,7 +108,7 @@ async def running_daemon(
         service = Service(models, Metrics(), max_queue)
         listeners = [opened.enter_context(unix_socket(folder / "api.sock"))]
         listeners += opened.enter_context(tcp_sockets("127.0.0.1", 0))
-        control = Control(models, "0.0.0", folder / "state", ["unix"])
+        control = Control(models, "0.0.0", folder / "state", folder / "prefixes", ["unix"])
         runner = make_runner(make_app(service, control, timing))
         await runner.setup()
         for listener in listeners:

@@ -56,6 +56,7 @@ class ScriptedEngine:
         self.seen: list[Request] = []
         self.aborted: list[str] = []
         self.forgotten: list[list[int]] = []
+        self.dropped: list[Sequence[bytes] | None] = []
         self.closed = False
         self.gate = asyncio.Event()
         self.gate.set()
@@ -125,6 +126,9 @@ class ScriptedEngine:
 
     def forget(self, prompt: Sequence[int]) -> None:
         self.forgotten.append(list(prompt))
+
+    async def drop(self, keys: Sequence[bytes] | None) -> None:
+        self.dropped.append(keys)
 
     async def stats(self) -> Stats:
         held = 2 * len(self.running)

@@ -3,6 +3,7 @@ from fakes import make_request
 
 from quantd.engine.cache_manager import CacheManager
 from quantd.engine.plan import RequestState
+from quantd.engine.prefix_cache import block_keys
 
 PROMPT = list(range(10, 22))
 
@@ -131,9 +132,9 @@ def test_a_forgotten_prompt_is_not_found_held_or_not() -> None:
         cache.free(other)
         if not held:
             cache.free(first)
-        cache.forget(PROMPT, "other salt")
+        cache.forget(block_keys(PROMPT, 4, "other salt"))
         assert cache.num_cached == (2 if held else 5)
-        cache.forget(PROMPT, "")
+        cache.forget(block_keys(PROMPT, 4, ""))
         assert cache.num_cached == 2
         cache.check([first] if held else [])
         again = make_state("c")

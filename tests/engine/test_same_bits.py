@@ -10,36 +10,15 @@ import msgspec
 import pytest
 import torch
 from in_process import Completion, InProcessEngine
+from recording_sampler import RecordingSampler
 from torch import Tensor
 
 from quantd.engine.config import EngineConfig
-from quantd.engine.plan import RequestState
 from quantd.engine.request import MAX_LOGPROBS, Request, SamplingParams
 from quantd.engine.runner import build_runner
-from quantd.engine.sampler import Sample, Sampler
-from quantd.engine.token_masks import NO_MASKS, Masks
 
 VOCAB = 49152
 OUTPUT_LEN = 6
-
-
-class RecordingSampler(Sampler):
-    """Keeps the logits that each token was drawn from, by request and place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: dict[tuple[str, int], Tensor] = {}
-
-    def sample(
-        self, logits: Tensor, requests: Sequence[RequestState], masks: Masks = NO_MASKS
-    ) -> list[Sample]:
-        for row, state in zip(logits, requests, strict=True):
-            self.rows[state.id, len(state.output)] = row.clone()
-        return super().sample(logits, requests, masks)
-
-    def logits_of(self, name: str) -> Tensor:
-        """[tokens drawn, V]"""
-        return torch.stack([row for (id, _), row in sorted(self.rows.items()) if id == name])
 
 
 class Bench:

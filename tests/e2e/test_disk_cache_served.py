@@ -1,0 +1,138 @@
+"""A prefix outlives an unload and the daemon: real processes, told by the usage that clients see."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from homes import share_kernels
+from test_daemon import DATA, Served, serve, until
+
+from quantd.daemon.store import Store
+
+PROMPT = [20 + number * number % 97 for number in range(180)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    share_kernels(home)
+    folder = home / "tiny"
+    shutil.copytree(DATA / "fixtures" / "gptqmodel-4b-g32-v2", folder)
+    for file in (DATA / "tokenizer").iterdir():
+        shutil.copy(file, folder)
+    Store(home / "models").import_path(folder, "tiny")
+    return home
+
+
+@pytest.fixture
+def served(home: Path) -> Iterator[Served]:
+    with start(home) as daemon:
+        yield daemon
+
+
+def start(home: Path) -> Any:
+    return serve(home, "tiny", "--kv-memory", "8MiB")
+
+
+def ask(daemon: Served, salt: str = "", prompt: list[int] = PROMPT) -> tuple[int, str]:
+    """How many tokens of the prompt were cached, and the answer."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "cache_salt": salt}
+    reply = daemon.complete(body)
+    return reply["usage"]["prompt_tokens_details"]["cached_tokens"], reply["choices"][0]["text"]
+
+
+def quantd(daemon: Served, home: Path, *args: str) -> Any:
+    command = [sys.executable, "-P", "-m", "quantd.daemon.cli.main", "cache", *args, "--json"]
+    environment = os.environ | {"QUANTD_HOME": str(home)}
+    done = subprocess.run(
+        [*command, "--socket", str(daemon.path)], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def files(home: Path) -> list[Path]:
+    return [path for path in (home / "cache" / "prefixes").rglob("*") if len(path.name) == 64]
+
+
+def test_a_prefix_outlives_unload_restart_and_kill(home: Path) -> None:
+    with start(home) as daemon:
+        cold = ask(daemon)
+        assert cold[0] == 0
+        assert ask(daemon, "other")[0] == 0
+        for _ in range(2):
+            assert daemon.post("/quantd/unload", {"model": "tiny"})[0] == 200
+            assert ask(daemon) == (176, cold[1])
+        assert daemon.stats()["disk_hits"] == 176
+        ask(daemon, "last words")
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(20) == 0
+    for path in files(home):
+        assert path.stat().st_mode & 0o777 == 0o600
+    with start(home) as daemon:
+        assert ask(daemon, "last words") == (176, cold[1])
+        assert ask(daemon) == (176, cold[1])
+        assert ask(daemon, "nobody's")[0] == 0
+        ask(daemon, "idle")
+        until(lambda: len(files(home)) >= 5 * 11, "written while idle")
+        daemon.engine().kill()
+        daemon.process.kill()
+        daemon.process.wait()
+    with start(home) as daemon:
+        assert ask(daemon, "idle") == (176, cold[1])
+
+
+def test_prefixes_are_listed_pinned_and_removed(home: Path, served: Served) -> None:
+    ask(served, "pinned")
+    ask(served, "removed")
+    assert served.post("/quantd/unload", {"model": "tiny"})[0] == 200
+    prefixes = quantd(served, home, "ls")
+    assert {prefix["model"] for prefix in prefixes} == {"tiny"}
+    assert {prefix["tokens"] for prefix in prefixes} == {176}
+    first = prefixes[0]["id"]
+    assert quantd(served, home, "pin", first)[0]["pinned"]
+    assert ask(served, "removed")[0] == 176
+    removed = quantd(served, home, "rm", "--all")
+    assert removed["prefixes"] == len(prefixes)
+    assert not files(home)
+    # Neither from memory.
+    assert ask(served, "removed")[0] == 0
+    assert ask(served, "pinned")[0] == 0
+
+
+def test_an_erased_slot_is_gone_from_the_disk_too(home: Path, served: Served) -> None:
+    body = {"prompt": PROMPT, "n_predict": 1, "id_slot": 3}
+
+    def cached() -> int:
+        status, reply = served.post("/completion", body)
+        assert status == 200, reply
+        return int(reply["tokens_cached"])
+
+    cached()
+    until(lambda: len(files(home)) >= 11, "written while idle")
+    assert cached() == 176
+    assert served.post("/slots/3?action=erase", {})[0] == 200
+    assert cached() == 0
+    before = len(files(home))
+    assert served.post("/completion", body | {"cache_prompt": False})[1]["tokens_cached"] == 0
+    assert served.post("/quantd/unload", {"model": "tiny"})[0] == 200
+    assert len(files(home)) <= max(before, 11)
+
+
+def test_two_daemons_share_what_is_on_disk(home: Path, served: Served) -> None:
+    with start(home) as other:
+        for daemon in (served, other, served, other):
+            answers = {ask(daemon, "both")[1] for daemon in (served, other)}
+            assert len(answers) == 1
+            assert daemon.post("/quantd/unload", {"model": "tiny"})[0] == 200
+        assert ask(served, "both")[0] == ask(other, "both")[0] == 176
+    assert not list((home / "cache" / "prefixes").rglob(".partial-*"))
