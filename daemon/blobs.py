@@ -11,6 +11,8 @@ import time
 from collections.abc import AsyncIterable, AsyncIterator
 from pathlib import Path
 
+from quantd.daemon.errors import DiskFullError
+from quantd.daemon.pull import is_full
 from quantd.engine.errors import RequestError
 
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")
@@ -34,7 +36,10 @@ class Blobs:
         return self.folder / f"sha256-{match[1]}"
 
     async def receive(self, digest: str, data: AsyncIterable[bytes]) -> None:
-        """Keep the data under its digest. Raises RequestError, and keeps nothing, where that is another's."""
+        """Keep the data under its digest.
+
+        Raises RequestError, and keeps nothing, where that is another's; DiskFullError for a full disk.
+        """
         path = self.path(digest)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.prune(_UNUSED_SECONDS)
@@ -44,6 +49,10 @@ class Blobs:
             if found != path.name.removeprefix("sha256-"):
                 raise RequestError(f"digest mismatch: expected {digest}, got sha256:{found}", "digest")
             partial.rename(path)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise DiskFullError(f"{digest}: the disk is full ({error.strerror}); make room first") from error
         finally:
             partial.unlink(missing_ok=True)
 

@@ -28,6 +28,10 @@ class StoreError(QuantdError):
     """A pull, import or removal could not be done."""
 
 
+class DiskFullError(StoreError):
+    """The disk is too full for a model."""
+
+
 class ConfigError(QuantdError):
     """A flag, file key or variable holds a bad value."""
 

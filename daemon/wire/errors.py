@@ -15,6 +15,7 @@ import msgspec
 from aiohttp import web
 
 from quantd.daemon.errors import (
+    DiskFullError,
     ModelNotFoundError,
     NotServedError,
     OverloadedError,
@@ -71,6 +72,7 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
     (ResponseNotFoundError, 404, "invalid_request_error", None),
     (PrefixNotFoundError, 404, "invalid_request_error", None),
+    (DiskFullError, 507, "server_error", "insufficient_storage"),
     (NotServedError, 501, "server_error", "not_supported"),
     (OverloadedError, 429, "rate_limit_error", "overloaded"),
     (CapacityError, 503, "server_error", "insufficient_memory"),

@@ -13,16 +13,28 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
+def is_large(name: str) -> bool:
+    return name.endswith((".safetensors", ".gguf"))
+
+
+def blob_id(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
 class Hub(ThreadingHTTPServer):
     """Serves `repos`: repository -> file name -> bytes.
 
-    `broken` names a file it cannot give. It answers nothing while `released` is not set.
+    `broken` names a file it cannot give, `altered` one that comes with other bytes than it is said to have.
+    Files of weights have LFS records, the others git's blob ids; of those in `unlisted` only the answer with
+    the file itself tells. It answers nothing while `released` is not set.
     """
 
     def __init__(self, repos: dict[str, dict[str, bytes]]) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos = repos
         self.broken: str | None = None
+        self.altered: str | None = None
+        self.unlisted: set[str] = set()
         self.released = threading.Event()
         self.released.set()
         self.requests: list[str] = []
@@ -56,16 +68,27 @@ class _Handler(BaseHTTPRequestHandler):
     def model_info(self, repo: str) -> None:
         if repo not in self.server.repos:
             return self.missing("RepoNotFound")
-        siblings = [{"rfilename": name, "size": len(data)} for name, data in self.server.repos[repo].items()]
+        siblings = [self.sibling(name, data) for name, data in self.server.repos[repo].items()]
         text = json.dumps({"id": repo, "sha": SHA, "siblings": siblings, "tags": [], "private": False})
         self.send(200, text.encode(), {"Content-Type": "application/json"})
         return None
+
+    def sibling(self, name: str, data: bytes) -> dict[str, object]:
+        told: dict[str, object] = {"rfilename": name, "size": len(data)}
+        if name in self.server.unlisted:
+            return told
+        told["blobId"] = blob_id(data)
+        if is_large(name):
+            told["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 99}
+        return told
 
     def file(self, repo: str, name: str, body: bool) -> None:
         data = self.server.repos.get(repo, {}).get(name)
         if data is None or name == self.server.broken:
             return self.missing("EntryNotFound")
-        etag = hashlib.sha256(data).hexdigest()
+        etag = hashlib.sha256(data).hexdigest() if is_large(name) else blob_id(data)
+        if name == self.server.altered:
+            data = bytes(len(data))
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": SHA}
         self.send(200, data, headers, body)
         return None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -327,6 +330,11 @@ def test_two_at_once_fetch_once(store: Store, gguf_file: Path) -> None:
     assert found[0] == found[1]
 
 
+class Impatient(threading.Event):
+    def wait(self, timeout: float | None = None) -> bool:
+        return False
+
+
 class Interrupted(BaseException):
     pass
 
@@ -372,10 +380,53 @@ def test_a_killed_fetch_is_no_model_and_is_cleaned_up(store: Store, gguf_file: P
     assert len(partials(store)) == 1
     assert store.list() == []
     store.import_path(gguf_file, "tiny-other")
-    assert len(partials(store)) == 1
-    model = store.import_path(gguf_file, "tiny")
     assert partials(store) == []
+    model = store.import_path(gguf_file, "tiny")
     assert store.get("tiny") == model
+
+
+TERMINATED = """
+import sys, time
+from pathlib import Path
+from quantd.daemon.endings import end_tidily
+from quantd.daemon.store import Store
+
+class Slow:
+    spec, default_name, resumable = "slow:tiny", "tiny", False
+    def fetch(self, folder, progress):
+        (folder / "tiny.gguf").write_bytes(b"GGUF half")
+        print("half", flush=True)
+        time.sleep(60)
+
+end_tidily()
+Store(Path(sys.argv[1])).add(Slow())
+"""
+
+
+def test_a_fetch_that_is_told_to_end_leaves_nothing(store: Store) -> None:
+    command = [sys.executable, "-c", TERMINATED, str(store.root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"half\n"
+        assert len(partials(store)) == 1
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert partials(store) == []
+
+
+def test_a_fetch_that_nobody_goes_on_with_is_cleared_in_the_end(store: Store, gguf_file: Path) -> None:
+    source = SlowSource(gguf_file, resumable=True)
+    with pytest.raises(AssertionError):
+        store.add(replace(source, go=Impatient()))
+    (partial,) = partials(store)
+    store.import_path(gguf_file, "other")
+    assert partials(store) == [partial]
+    os.utime(partial, (0, 0))
+    with (store.root / ".locks" / "slow").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        store.import_path(gguf_file, "third")
+        assert partials(store) == [partial], "one that is under way stays, however long it takes"
+    store.import_path(gguf_file, "fourth")
+    assert partials(store) == []
 
 
 def test_the_store_imports_neither_torch_nor_numpy() -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import resource
+import shutil
 import sys
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_models import write_model
@@ -16,7 +20,7 @@ from hub_server import Hub, running_hub
 
 from quantd.daemon.catalogue import CATALOGUE
 from quantd.daemon.derive import ModelSource
-from quantd.daemon.errors import ModelNotFoundError, StoreError
+from quantd.daemon.errors import DiskFullError, ModelNotFoundError, StoreError
 from quantd.daemon.pull import HubSource, PackageSource, choose_files, parse_source, unpack_gguf
 from quantd.daemon.store import Store
 
@@ -173,7 +177,7 @@ def test_a_repository_comes_without_pickles_and_code(store: Store, hub: Hub) -> 
         *("model.safetensors", "quantd.json", "1_Pooling"),
     }
     assert (model.path / "1_Pooling" / "config.json").read_bytes() == b'{"pooling_mode": "cls"}'
-    assert {stage for stage, *_ in steps} == {"downloading", "preparing"}
+    assert {stage for stage, *_ in steps} == {"downloading", "verifying", "preparing"}
     assert max(done for _, done, _ in steps) >= 120000
 
 
@@ -227,9 +231,89 @@ def test_a_hub_that_is_not_there(store: Store) -> None:
         store.add(HubSource("org/x", endpoint="http://127.0.0.1:9"))
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "chat_template.jinja"])
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_file_with_other_bytes_than_the_hub_says_is_deleted(
+    store: Store, hub: Hub, name: str, listed: bool
+) -> None:
+    """Also where only the answer with the file tells; the others stay for the next try."""
+    hub.altered, hub.unlisted = name, set() if listed else {name}
+    source = HubSource("org/folder", endpoint=hub.endpoint)
+    with pytest.raises(StoreError, match=rf"^hf:org/folder: {name} came with other bytes .*is deleted"):
+        store.add(source)
+    (partial,) = store.root.glob(".partial-*")
+    assert not (partial / name).exists() and (partial / "tokenizer.json").exists()
+    hub.altered = None
+    assert store.add(source).name == "org/folder"
+    assert hub.requests.count(f"GET {name}") == 2 and hub.requests.count("GET tokenizer.json") == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["../x-Q8_0.gguf", "/tmp/x-Q8_0.gguf", "a/../../x-Q8_0.gguf", "a//x-Q8_0.gguf"]
+)
+def test_a_repository_cannot_reach_outside_its_folder(store: Store, hub: Hub, name: str) -> None:
+    keeps = store.root / "kept"
+    keeps.mkdir(parents=True)
+    hub.repos["org/evil"] = {name: b"x"}
+    with pytest.raises(StoreError, match="is no path below a folder"):
+        store.add(HubSource("org/evil", endpoint=hub.endpoint, quantization="Q8_0"))
+    assert keeps.is_dir()
+
+
+def test_a_repository_of_pickles_is_refused_by_name() -> None:
+    with pytest.raises(StoreError, match=r"hf:a/b: pytorch_model\.bin is a pickle"):
+        choose_files(["config.json", "pytorch_model.bin", "sub/model.safetensors"], None, "hf:a/b")
+
+
 def test_a_repository_without_weights() -> None:
     with pytest.raises(StoreError, match="neither safetensors nor GGUF"):
-        choose_files(["config.json", "pytorch_model.bin", "sub/model.safetensors"], None, "hf:a/b")
+        choose_files(["config.json", "sub/model.safetensors"], None, "hf:a/b")
+
+
+def test_a_wheel_with_another_hash_than_the_index_says_is_refused(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_wheel(tmp_path / "tiny-1.0-py3-none-any.whl", {"tiny/m.gguf": b"x"})
+    link = (tmp_path / "tiny-1.0-py3-none-any.whl").as_uri()
+    (tmp_path / "links.html").write_text(f'<a href="{link}#sha256={"0" * 64}">tiny</a>')
+    offline_pip(monkeypatch, tmp_path / "links.html")
+    with pytest.raises(StoreError, match=r"^pypi:tiny: what came is not what the index's hash says"):
+        store.pull("pypi:tiny")
+    assert list(store.root.glob(".partial-*")) == []
+
+
+@contextmanager
+def small_files(most: int) -> Iterator[None]:
+    """No file can grow beyond so many bytes, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_is_told_and_the_download_goes_on_later(store: Store, hub: Hub) -> None:
+    source = HubSource("org/folder", endpoint=hub.endpoint)
+    with small_files(100_000), pytest.raises(DiskFullError, match=r"^hf:org/folder: the disk is full"):
+        store.add(source)
+    assert store.list() == []
+    assert store.add(source).bytes > 120_000
+    assert hub.requests.count("GET tokenizer.json") == 1
+
+
+def test_a_disk_that_fills_up_leaves_nothing_of_a_copy(store: Store, tmp_path: Path) -> None:
+    write_tiny(tmp_path / "m.gguf")
+    with small_files(1000), pytest.raises(DiskFullError, match="the disk is full"):
+        store.import_path(tmp_path / "m.gguf", copy=True)
+    assert store.list() == [] and list(store.root.glob(".partial-*")) == []
+
+
+def test_what_cannot_fit_is_not_begun(store: Store, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
+    with pytest.raises(DiskFullError, match=r"^hf:org/folder: \d+ MB are needed, and 0 MB are free"):
+        store.add(HubSource("org/folder", endpoint=hub.endpoint))
+    assert not [request for request in hub.requests if request.startswith("GET model")]
 
 
 def test_a_model_made_of_another_has_all_its_files(store: Store, hub: Hub) -> None:
