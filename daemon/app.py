@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from aiohttp import web
 
 from quantd.daemon.background import Background
@@ -67,7 +69,7 @@ ROUTES = (
 
 def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING) -> web.Application:
     """The whole surface over one service. Paths work with a slash at the end too."""
-    app = web.Application(middlewares=[answer_errors, refuse_foreign_sites], client_max_size=MAX_BODY)
+    app = web.Application(middlewares=[_count, answer_errors, refuse_foreign_sites], client_max_size=MAX_BODY)
     app[SERVICE] = service
     app[CONTROL] = control
     app[CARDS] = Cards(service.models)
@@ -85,6 +87,18 @@ def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING
     for route in ROUTES:
         _add_route(app, route)
     return app
+
+
+@web.middleware
+async def _count(request: web.Request, handler: Any) -> web.StreamResponse:
+    """Know how many requests are being answered."""
+    control = request.app[CONTROL]
+    control.num_requests += 1
+    try:
+        response: web.StreamResponse = await handler(request)
+        return response
+    finally:
+        control.num_requests -= 1
 
 
 async def _end_background(app: web.Application) -> None:

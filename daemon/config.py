@@ -209,6 +209,9 @@ class ServeConfig:
         duration(), "How long a model stays in memory after its last request.", default=900.0
     )
     max_queue: int = setting(whole(1), "Most requests in the daemon; further ones are refused.", default=512)
+    hang_seconds: float = setting(
+        seconds(), "End an engine whose steps stand still for so long; 0 for never.", default=300.0
+    )
     idle_exit: float | None = setting(
         duration(), "End after so long without a model in memory, to be started again by systemd's sockets."
     )

@@ -12,12 +12,16 @@ from quantd.daemon.models import Models
 
 @dataclass
 class Control:
-    """Where the daemon keeps what lasts and listens, since when, and the event that ends it."""
+    """Where the daemon keeps what lasts and listens, since when, and the event that ends it.
+
+    num_requests: HTTP requests that are being answered, pulls too.
+    """
 
     models: Models
     version: str
     state: Path
     prefixes: Path
     listening: list[str] = field(default_factory=list)
+    num_requests: int = 0
     started: float = field(default_factory=time.monotonic)
     stop: asyncio.Event = field(default_factory=asyncio.Event)

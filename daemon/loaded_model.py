@@ -12,6 +12,7 @@ from quantd.daemon.embedding_head import EmbeddingHead
 from quantd.daemon.infill_formats import infill_writer
 from quantd.daemon.keep_alive import KeepAlive
 from quantd.daemon.preset import Preset
+from quantd.daemon.pulse import Pulse
 from quantd.daemon.templates import ChatTemplate
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.config import EngineConfig
@@ -21,6 +22,8 @@ from quantd.engine.request import Request, TokenEvent
 
 Progress = Callable[[int, int], None]
 State = Literal["loading", "ready", "unloading"]
+# Of the threads that all models share.
+_PROMPTS_AT_ONCE = 4
 
 
 class Engine(Protocol):
@@ -40,6 +43,8 @@ class Engine(Protocol):
 
     async def stats(self) -> Stats: ...
 
+    def kill(self, reason: str) -> None: ...
+
     async def close(self) -> None: ...
 
 
@@ -49,7 +54,8 @@ class LoadedModel:
     folder: where its files lie. defaults: what its author says of sampling, as fields of SamplingParams for
     requests that leave them open. preset: what else it brings to them. head: how it embeds. chat: how it
     chats, if it does, and tool_chat with tools. infill: writes its prompts towards a suffix, if it knows any.
-    num_requests: those that hold it.
+    pulse: looks after the engine. num_requests: those that hold it. prompting, guests: to be held while a
+    prompt is made by the model's own template, or by a client's, which may take long.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class LoadedModel:
         preset: Preset,
         head: EmbeddingHead,
         keep_alive: KeepAlive,
+        pulse: Pulse,
     ) -> None:
         self.name = name
         self.folder = folder
@@ -71,10 +78,13 @@ class LoadedModel:
         self.preset = preset
         self.head = head
         self.keep_alive = keep_alive
+        self.pulse = pulse
         self.chat = _chat_format(tokenizer.template, tokenizer)
         self.tool_chat = _chat_format(tokenizer.tool_template, tokenizer) or self.chat
         self.infill = infill_writer(tokenizer)
         self.num_requests = 0
+        self.prompting = asyncio.Semaphore(_PROMPTS_AT_ONCE)
+        self.guests = asyncio.Semaphore(1)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -93,6 +103,7 @@ class LoadedModel:
         self.num_requests += 1
         self._idle.clear()
         self.keep_alive.stop()
+        self.pulse.start()
 
     def release(self, stay: float | None = None) -> None:
         """One request holds the model no more, and asks for it to stay so many seconds (see KeepAlive)."""
@@ -100,6 +111,7 @@ class LoadedModel:
         self.keep_alive.ask(stay)
         if not self.num_requests:
             self._idle.set()
+            self.pulse.stop()
             self.keep_alive.start()
 
     async def wait_idle(self) -> None:

@@ -19,6 +19,7 @@ from quantd.daemon.keep_alive import KeepAlive
 from quantd.daemon.loaded_model import Engine, LoadedModel, ModelEntry, Progress
 from quantd.daemon.model_files import model_sampling
 from quantd.daemon.preset import Preset
+from quantd.daemon.pulse import Pulse
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import CapacityError, EngineDiedError, RequestError
@@ -27,6 +28,10 @@ from quantd.engine.messages import Stats
 _log = logging.getLogger(__name__)
 # An engine answers between two steps; one that does not is left out.
 _STATS_SECONDS = 5.0
+# How long requests may take to end before the machine sleeps, and how long loads wait for its end. The
+# clock that counts them stands still in a sleep.
+_SUSPEND_SECONDS = 5.0
+_ASLEEP_SECONDS = 60.0
 
 
 class StoredModel(Protocol):
@@ -69,6 +74,7 @@ class ModelStore(Protocol):
 
 StartEngine = Callable[[EngineConfig, Progress], Awaitable[Engine]]
 MakeConfig = Callable[[Path, Mapping[str, Any]], EngineConfig]
+LoadTokenizer = Callable[[Path], Tokenizer]
 
 
 class Models:
@@ -77,6 +83,7 @@ class Models:
     start: starts an engine. make_config: the record for a model folder with some options changed.
     default: the model for requests that name none while nothing is loaded. drain_seconds: how long an
     unload waits for the requests that run. keep_alive: seconds that a model stays after its last request.
+    hang_seconds: the longest that a step of an engine may take; 0: no limit. load_tokenizer: reads a folder.
     on_gone: called with each entry that has left.
     """
 
@@ -88,6 +95,8 @@ class Models:
         default: str | None = None,
         drain_seconds: float = 30.0,
         keep_alive: float = math.inf,
+        hang_seconds: float = 0.0,
+        load_tokenizer: LoadTokenizer = Tokenizer.load,
     ) -> None:
         self.store = store
         self._start = start
@@ -95,6 +104,11 @@ class Models:
         self._default = default
         self._drain_seconds = drain_seconds
         self._keep_alive = keep_alive
+        self._hang_seconds = hang_seconds
+        self._load_tokenizer = load_tokenizer
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._waking: asyncio.TimerHandle | None = None
         self._entries: dict[str, ModelEntry] = {}
         self.on_gone: Callable[[ModelEntry], object] = lambda entry: None
 
@@ -102,6 +116,11 @@ class Models:
     def entries(self) -> list[ModelEntry]:
         """What is in memory or on its way, the latest used last."""
         return list(self._entries.values())
+
+    @property
+    def stuck(self) -> list[str]:
+        """The models whose engines hang and cannot be ended."""
+        return [entry.name for entry in self.entries if entry.model and entry.model.pulse.is_stuck]
 
     def find(self, name: str | None) -> StoredModel:
         """The stored model that requests with this name go to. Raises ModelNotFoundError."""
@@ -207,6 +226,24 @@ class Models:
             await _within(drain_seconds, entry.model.wait_idle())
         await self._close(entry)
 
+    async def suspend(self) -> list[str]:
+        """Let go of all GPUs before the machine sleeps; the models unloaded.
+
+        Requests have a moment to end. Loads wait for `resume`, but not for long: it may never come.
+        """
+        self.resume()
+        self._awake.clear()
+        self._waking = asyncio.get_running_loop().call_later(_ASLEEP_SECONDS, self.resume)
+        held = [entry for entry in self.entries if entry.model is None or entry.model.engine.info.on_gpu]
+        await asyncio.gather(*(self._unloading(entry, _SUSPEND_SECONDS) for entry in held))
+        return [entry.name for entry in held]
+
+    def resume(self) -> None:
+        """The machine is awake again."""
+        if self._waking is not None:
+            self._waking.cancel()
+        self._awake.set()
+
     async def stats(self) -> dict[str, Stats]:
         """The counters of each engine that answers, by model name."""
         models = [entry.model for entry in self.entries if entry.model is not None]
@@ -237,14 +274,15 @@ class Models:
     async def _load(self, entry: ModelEntry, config: EngineConfig) -> LoadedModel:
         folder = Path(config.model_path)
         defaults, preset, head = model_sampling(folder), Preset.read(folder), EmbeddingHead.read(folder)
-        tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
+        tokenizer = await asyncio.to_thread(self._load_tokenizer, folder)
         engine = await self._start_engine(config, entry.report)
         if entry.state == "loading":
             entry.state = "ready"
         engine.died.add_done_callback(lambda died: self._note_died(entry, died.result()))
         clock = asyncio.get_running_loop()
         keep_alive = KeepAlive(self._keep_alive, lambda: self._expire(entry), clock)
-        return LoadedModel(entry.name, folder, engine, tokenizer, defaults, preset, head, keep_alive)
+        pulse = Pulse(entry.name, engine, self._hang_seconds)
+        return LoadedModel(entry.name, folder, engine, tokenizer, defaults, preset, head, keep_alive, pulse)
 
     def _expire(self, entry: ModelEntry) -> None:
         _log.info("%s is unloaded: it was idle for its time", entry.name)
@@ -253,6 +291,7 @@ class Models:
     async def _start_engine(self, config: EngineConfig, report: Progress) -> Engine:
         """Start an engine, in place of idle models where memory is short."""
         while True:
+            await self._awake.wait()
             try:
                 return await self._start(config, report)
             except CapacityError:
@@ -301,6 +340,7 @@ class Models:
         entry.gone.set()
         if entry.model is not None:
             entry.model.keep_alive.close()
+            entry.model.pulse.stop()
         if self._entries.get(entry.name) is entry:
             del self._entries[entry.name]
         self.on_gone(entry)

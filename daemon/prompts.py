@@ -22,21 +22,20 @@ from quantd.daemon.truncation import shortened
 from quantd.engine.errors import RequestError
 from quantd.quant.errors import CheckpointError
 
-# Text that takes more than a few milliseconds to be made a prompt leaves the event loop free. A message
-# takes a template as long as so many characters take a tokenizer.
+# Text that takes more than a few milliseconds to be made a prompt leaves the event loop free.
 _LONG_TEXT = 20_000
-_MESSAGE_COST = 100
 # Tokens left to an answer in a gap that has no limit of its own.
 _INFILL_ROOM = 256
 
 Result = TypeVar("Result")
 
 
-def chat_format(model: LoadedModel, request: ChatRequest) -> ChatFormat:
+async def chat_format(model: LoadedModel, request: ChatRequest) -> ChatFormat:
     """How the model is asked: with the request's own template, if it has one. Raises RequestError."""
     if request.template is not None:
         try:
-            return ChatFormat(model.tokenizer.chat_template(request.template), model.tokenizer)
+            template = await asyncio.to_thread(model.tokenizer.chat_template, request.template)
+            return ChatFormat(template, model.tokenizer)
         except CheckpointError as error:
             raise RequestError(f"template: {error}; it must be Jinja, not Go", "template") from error
     chat = model.tool_chat if request.tools else model.chat
@@ -62,10 +61,8 @@ async def chat_prompt(model: LoadedModel, chat: ChatFormat, request: ChatRequest
         limit = context_len_of(model, request.options)
         return render(shortened(messages, lambda fewer: len(render(fewer).ids) < limit))
 
-    if request.template is not None:
-        return await asyncio.to_thread(render_fitting)  # a client's own program may take its time
-    sizes = (_MESSAGE_COST + len(message["content"]) for message in messages)
-    return await in_time(sum(sizes), render_fitting)
+    async with model.prompting if request.template is None else model.guests:
+        return await asyncio.to_thread(render_fitting)
 
 
 def _behind(history: Sequence[int], ids: list[int], tokenizer: Tokenizer) -> list[int]:

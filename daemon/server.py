@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from quantd.daemon.config import ServeConfig
 from quantd.daemon.control import Control
 from quantd.daemon.errors import ListenError
 from quantd.daemon.metrics import Metrics
-from quantd.daemon.models import Models
+from quantd.daemon.models import LoadTokenizer, Models
 from quantd.daemon.service import Service
 from quantd.daemon.sockets import name_of, tcp_sockets, unix_socket
 from quantd.daemon.store import Store
 from quantd.daemon.supervision import Notifier
-from quantd.daemon.watch import Watch
+from quantd.daemon.template_process import TemplateProcess
+from quantd.daemon.tokenizer import Tokenizer
+from quantd.daemon.watch import Watch, tell_end
 from quantd.engine.client import EngineClient
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import RequestError
@@ -76,14 +79,25 @@ def _listen(config: ServeConfig, opened: contextlib.ExitStack) -> list[socket.so
 
 
 async def _serve(config: ServeConfig, listeners: list[socket.socket]) -> int:
-    models = Models(
+    with contextlib.closing(TemplateProcess()) as run, contextlib.closing(TemplateProcess()) as run_guests:
+        models = _models(config, partial(Tokenizer.load, run=run, run_guests=run_guests))
+        return await _serve_models(config, listeners, models)
+
+
+def _models(config: ServeConfig, load_tokenizer: LoadTokenizer) -> Models:
+    return Models(
         Store(config.paths.models),
         EngineClient.start,
         lambda path, options: engine_config(config, path, options),
         default=config.model,
         drain_seconds=config.drain_seconds,
         keep_alive=config.keep_alive,
+        hang_seconds=config.hang_seconds,
+        load_tokenizer=load_tokenizer,
     )
+
+
+async def _serve_models(config: ServeConfig, listeners: list[socket.socket], models: Models) -> int:
     preload = None if config.model is None else models.store.get(config.model).name
     service = Service(models, Metrics(), config.max_queue)
     version, names = importlib.metadata.version("quantd"), [name_of(sock) for sock in listeners]
@@ -95,11 +109,12 @@ async def _serve(config: ServeConfig, listeners: list[socket.socket]) -> int:
         notifier.ready()
         asides = [asyncio.create_task(work) for work in _asides(config, models, preload, notifier, control)]
         await control.stop.wait()
-        notifier.stopping(config.drain_seconds + _CLOSE_SECONDS)
-        finished = await _drain(service, runner, config.drain_seconds, abort)
         for aside in asides:
             aside.cancel()
+        telling = asyncio.create_task(tell_end(notifier, config.drain_seconds, _CLOSE_SECONDS))
+        finished = await _drain(service, runner, config.drain_seconds, abort)
         await models.close()
+        telling.cancel()
         await service.close()
     return 0 if finished else 1
 
@@ -112,7 +127,8 @@ def _asides(
     if preload is not None:
         yield _preload(models, preload)
     if supervision.notify_address is not None or idle_exit is not None:
-        yield Watch(models, notifier, supervision.watchdog_seconds, idle_exit, control.stop.set).run()
+        watchdog_seconds, is_busy = supervision.watchdog_seconds, lambda: control.num_requests > 0
+        yield Watch(models, notifier, watchdog_seconds, idle_exit, control.stop.set, is_busy).run()
 
 
 def engine_config(config: ServeConfig, path: Path, options: Mapping[str, Any]) -> EngineConfig:

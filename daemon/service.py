@@ -95,7 +95,7 @@ class Service:
             rules = AnswerRules(call_rules(request), request.options.constraint)
             model = await self._acquire(request.model, request.options.n, held, request.options.keep_alive)
             loaded = time.monotonic() - started
-            chat = chat_format(model, request)
+            chat = await chat_format(model, request)
             prompt = await chat_prompt(model, chat, request)
             grammar = await self._chat_grammar(model, chat, prompt, rules)
             parser = partial(chat.parser, prompt, rules)
@@ -106,7 +106,7 @@ class Service:
         """The prompt that `chat` would give the model. Raises as `chat`."""
         with ExitStack() as held:
             model = await self._acquire(request.model, 0, held)
-            return await chat_prompt(model, chat_format(model, request), request)
+            return await chat_prompt(model, await chat_format(model, request), request)
 
     async def complete(self, request: CompletionRequest) -> Generation:
         """Start to go on with raw prompts; choice j of prompt i has the index i * n + j. Raises as `chat`."""

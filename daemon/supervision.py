@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from quantd.daemon.errors import ListenError
 
@@ -20,12 +21,14 @@ _FIRST_FD = 3
 class Supervision:
     """What a manager has set up. watchdog_seconds: it ends a daemon that is silent for so long; None: never.
 
-    num_sockets: listening sockets that it has handed over, as the file descriptors from 3 on.
+    num_sockets: listening sockets that it has handed over, as the file descriptors from 3 on. names: what it
+    calls them, as far as it does (FileDescriptorName=).
     """
 
     notify_address: str | None = None
     watchdog_seconds: float | None = None
     num_sockets: int = 0
+    names: tuple[str, ...] = ()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], pid: int | None = None) -> Supervision:
@@ -37,23 +40,27 @@ class Supervision:
             notify_address=env.get("NOTIFY_SOCKET") or None,
             watchdog_seconds=int(env["WATCHDOG_USEC"]) / 1e6 if watched else None,
             num_sockets=int(env["LISTEN_FDS"]) if handed else 0,
+            names=tuple(filter(None, env.get("LISTEN_FDNAMES", "").split(":"))) if handed else (),
         )
 
     def sockets(self) -> list[socket.socket]:
         """The sockets handed over, not passed on to children. Raises ListenError for what is none."""
-        return [_listener(fd) for fd in range(_FIRST_FD, _FIRST_FD + self.num_sockets)]
+        fds = range(_FIRST_FD, _FIRST_FD + self.num_sockets)
+        names = chain(self.names, repeat("unnamed"))
+        return [_listener(fd, name) for fd, name in zip(fds, names, strict=False)]
 
 
-def _listener(fd: int) -> socket.socket:
+def _listener(fd: int, name: str) -> socket.socket:
     fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)
     try:
         listener = socket.socket(fileno=fd)
         listens = listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     except OSError as error:
-        raise ListenError(f"file descriptor {fd} from the service manager is no socket") from error
+        raise ListenError(f"file descriptor {fd} ({name}) from the service manager is no socket") from error
     if not listens or listener.type != socket.SOCK_STREAM:
         raise ListenError(
-            f"file descriptor {fd} from the service manager does not listen; use ListenStream= and Accept=no"
+            f"file descriptor {fd} ({name}) from the service manager does not listen; use ListenStream= and "
+            "Accept=no"
         )
     listener.setblocking(False)
     return listener
@@ -70,9 +77,13 @@ class Notifier:
         """The sockets answer."""
         self._send("READY=1")
 
-    def stopping(self, seconds: float) -> None:
-        """The end has begun, and may take so long."""
-        self._send(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
+    def stopping(self) -> None:
+        """The end has begun."""
+        self._send("STOPPING=1")
+
+    def extend(self, seconds: float) -> None:
+        """The end takes so long, unless this is said again."""
+        self._send(f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}")
 
     def status(self, text: str) -> None:
         """What the daemon does, for people; told again only when it is another."""

@@ -1,16 +1,20 @@
-"""Chat templates: Jinja as transformers runs it, in a sandbox, with its reasons for refusing passed on."""
+"""Chat templates: Jinja as transformers runs it, in a sandbox, with its reasons for refusing passed on.
+
+A template is a program of whoever wrote the model. What runs it is given to it: the daemon has processes for
+that (see template_process), which bound its time and memory.
+"""
 
 from __future__ import annotations
 
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jinja2
 import jinja2.ext
-import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -20,6 +24,13 @@ from quantd.engine.errors import RequestError
 from quantd.quant.errors import CheckpointError
 
 Message = dict[str, Any]
+Renderer = Callable[[str, Mapping[str, Any]], str]
+"""Gives the text of a template's source with some variables. Raises RequestError."""
+
+# The longest of models have a tenth of it.
+_MOST_SOURCE = 1 << 18
+_MOST_TEXT = 1 << 26
+_MOST_REASON = 1000
 
 # A mark as JSON in ASCII has it, with the escaped backslashes before it.
 _ESCAPED_MARK = re.compile(rf"(?<!\\)((?:\\\\)*)\\u{ord(MARK):04x}")
@@ -38,20 +49,22 @@ class _GenerationTag(jinja2.ext.Extension):
 class ChatTemplate:
     """A model's chat template. Raises CheckpointError where `source` is no valid Jinja.
 
-    special_tokens: the names that templates use for them, such as bos_token. variables: the names that it
-    looks up.
+    special_tokens: the names that templates use for them, such as bos_token. Nothing of it runs here, as it
+    would if it were compiled, which computes what is constant.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = _environment()
+    def __init__(self, source: str, special_tokens: Mapping[str, str], run: Renderer | None = None) -> None:
+        if len(source) > _MOST_SOURCE:
+            raise CheckpointError(f"the model's chat template is longer than {_MOST_SOURCE} characters")
         try:
-            self._template = environment.from_string(source)
-            variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            _environment().parse(source)
         except jinja2.TemplateError as error:
             raise CheckpointError(f"the model's chat template is not valid: {error}") from error
+        except RecursionError:
+            raise CheckpointError("the model's chat template is nested too deeply") from None
         self.source = source
-        self.variables = frozenset(variables)
         self._special_tokens = dict(special_tokens)
+        self._run = run or run_template
 
     def render(
         self,
@@ -64,22 +77,44 @@ class ChatTemplate:
 
         Raises RequestError with the template's own reason where it refuses the messages.
         """
-        try:
-            return self._template.render(
-                **self._special_tokens
-                | {"add_generation_prompt": True}
-                | dict(variables or {})
-                | {"messages": messages, "tools": tools or None, "documents": documents or None}
-            )
-        except jinja2.TemplateError as error:
-            raise RequestError(f"the model's chat template refuses this: {error}", "messages") from error
-        # A template is a program from the model's folder; whatever it trips over lies in the pair of it
-        # and these messages.
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise RequestError(
-                f"the model's chat template fails on these messages: {reason}", "messages"
-            ) from error
+        return self._run(
+            self.source,
+            self._special_tokens
+            | {"add_generation_prompt": True}
+            | dict(variables or {})
+            | {"messages": messages, "tools": tools or None, "documents": documents or None},
+        )
+
+
+def run_template(source: str, variables: Mapping[str, Any]) -> str:
+    """The text of a template, which may take any time and memory. Raises RequestError."""
+    try:
+        pieces, size = [], 0
+        for piece in _compiled(source).generate(**variables):
+            pieces.append(piece)
+            size += len(piece)
+            if size > _MOST_TEXT:
+                raise RequestError(
+                    f"the model's chat template writes more than {_MOST_TEXT} characters", "messages"
+                )
+        return "".join(pieces)
+    except RequestError:
+        raise
+    except jinja2.TemplateError as error:
+        reason = str(error)[:_MOST_REASON]
+        raise RequestError(f"the model's chat template refuses this: {reason}", "messages") from error
+    # A template is a program from the model's folder; whatever it trips over lies in the pair of it
+    # and these messages.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"[:_MOST_REASON]
+        raise RequestError(
+            f"the model's chat template fails on these messages: {reason}", "messages"
+        ) from error
+
+
+@lru_cache(maxsize=16)
+def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -18,7 +18,7 @@ import tokenizers
 from quantd.daemon.control_tokens import ControlTokens
 from quantd.daemon.model_files import read_json
 from quantd.daemon.template_files import TOOL_USE, template_source
-from quantd.daemon.templates import ChatTemplate
+from quantd.daemon.templates import ChatTemplate, Renderer
 from quantd.daemon.text import (
     IncrementalDetokenizer,
     byte_level_bytes,
@@ -26,6 +26,8 @@ from quantd.daemon.text import (
     fallback_byte,
     is_byte_level,
 )
+from quantd.daemon.tokenizer_file import panics_told, read_tokenizer
+from quantd.engine.errors import RequestError
 from quantd.quant.errors import CheckpointError
 
 # Tokens that end a turn. Chat models often leave theirs out of every eos_token_id.
@@ -50,7 +52,8 @@ class Tokenizer:
     """Text to tokens and back for one model.
 
     end_ids: the ids that end an answer. template: None where the model has none. tool_template: for requests
-    with tools, where the model has one of its own for them. control_tokens: those that no message may write.
+    with tools, where the model has one of its own for them. run_guests: runs templates that are not the
+    model's. control_tokens: those that no message may write.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Tokenizer:
         template: ChatTemplate | None,
         end_ids: Iterable[int],
         tool_template: ChatTemplate | None = None,
+        run_guests: Renderer | None = None,
     ) -> None:
         self._core = core
         added = core.get_added_tokens_decoder()
@@ -70,7 +74,9 @@ class Tokenizer:
             for token_id, token in added.items()
             if (token.special or _MARKUP.fullmatch(token.content)) and token.content != unknown
         )
-        self._space_first = core.encode("a", add_special_tokens=False).tokens[:1] not in (["a"], [])
+        with panics_told():
+            self._space_first = core.encode("a", add_special_tokens=False).tokens[:1] not in (["a"], [])
+            self._prefix, self._suffix = _frame(core, config)
         self._marks = {token_id: token.content for token_id, token in added.items() if token.content.strip()}
         self.control_tokens = ControlTokens(
             name for token_id, name in self._marks.items() if token_id in self._controls
@@ -80,35 +86,37 @@ class Tokenizer:
         self._byte_level = is_byte_level(decoder)
         self._pieces: dict[int, str | None] = {}
         self._bytes: dict[int, bytes] = {}
-        self._prefix, self._suffix = _frame(core, config)
         self._special_tokens = _special_tokens(config)
         self.template = template
         self.tool_template = tool_template
+        self._run_guests = run_guests
         self.end_ids = frozenset(end_ids)
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer:
-        """Read a model folder. Raises CheckpointError naming the file that is missing or not valid."""
+    def load(cls, folder: Path, run: Renderer | None = None, run_guests: Renderer | None = None) -> Tokenizer:
+        """Read a model folder. Raises CheckpointError naming the file that is missing or not valid.
+
+        run: runs the model's chat templates, run_guests those that come with requests.
+        """
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise CheckpointError(
                 f"{folder} has no tokenizer.json; quantd needs the tokenizer in that format"
             )
-        try:
-            core = tokenizers.Tokenizer.from_file(str(file))
-        # The bindings raise a bare Exception for every fault of the file.
-        except Exception as error:
-            raise CheckpointError(f"{file}: not a valid tokenizer: {error}") from error
+        core = read_tokenizer(file)
         core.no_truncation()
         core.no_padding()
         config = read_json(folder / "tokenizer_config.json")
         special_tokens = _special_tokens(config)
         source = template_source(folder, config)
-        template = None if source is None else ChatTemplate(source, special_tokens)
+        template = None if source is None else ChatTemplate(source, special_tokens, run)
         tool_source = template_source(folder, config, TOOL_USE)
-        tool_template = None if tool_source is None else ChatTemplate(tool_source, special_tokens)
+        tool_template = None if tool_source is None else ChatTemplate(tool_source, special_tokens, run)
         end_ids = _end_ids(core, folder, special_tokens, source)
-        return cls(core, config, template, end_ids, tool_template)
+        try:
+            return cls(core, config, template, end_ids, tool_template, run_guests)
+        except RequestError as error:
+            raise CheckpointError(f"{file}: {error}") from error
 
     def encode(self, text: str, raw: bool = False, spelled: Collection[int] = frozenset()) -> list[int]:
         """Tokens of a text; special tokens written in it count as such.
@@ -119,13 +127,19 @@ class Tokenizer:
         if spelled:
             return self._encode_spelled(text, spelled)
         # Unlike `encode` it gives the interpreter to other threads meanwhile, and counts no characters.
-        ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        with panics_told():
+            ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if raw and ids[: len(self._prefix)] != self._prefix:
             return self._prefix + ids
         return ids
 
+    def _encoding(self, text: str) -> tokenizers.Encoding:
+        """Tokens with their places in a text, without any around it."""
+        with panics_told():
+            return self._core.encode_batch([text], add_special_tokens=False)[0]
+
     def _encode_spelled(self, text: str, spelled: Collection[int]) -> list[int]:
-        encoding = self._core.encode_batch([text], add_special_tokens=False)[0]
+        encoding = self._encoding(text)
         ids: list[int] = []
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token_id in self._controls and any(place in spelled for place in range(start, end)):
@@ -159,7 +173,7 @@ class Tokenizer:
     def _cuts(self, text: str, controls: Collection[int]) -> list[int]:
         """A place within each special token that a text spells. One of a single character stays whole."""
         cuts = []
-        encoding = self._core.encode(text, add_special_tokens=False)
+        encoding = self._encoding(text)
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             # A token may take the spaces around it along.
             word = text[start:end].strip()
@@ -197,14 +211,14 @@ class Tokenizer:
 
     def chat_template(self, source: str) -> ChatTemplate:
         """A template with this model's special tokens. Raises CheckpointError where it is no valid Jinja."""
-        return ChatTemplate(source, self._special_tokens)
+        return ChatTemplate(source, self._special_tokens, self._run_guests)
 
     def split_added(self, text: str) -> Iterator[str | int]:
         """A text cut at the tokenizer's added tokens, special or not, which are given by id.
 
         Added tokens of white space are taken as text.
         """
-        encoding, end = self._core.encode_batch([text], add_special_tokens=False)[0], 0
+        encoding, end = self._encoding(text), 0
         for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
             if token_id in self._marks:
                 if start > end:
@@ -216,7 +230,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of a whole list, no clean-up of spaces. special: special tokens by name, else skipped."""
-        return self._core.decode(list(ids), skip_special_tokens=not special)
+        with panics_told():
+            return self._core.decode(list(ids), skip_special_tokens=not special)
 
     def detokenizer(
         self, at_start: bool = False, shown: frozenset[str] = frozenset()
@@ -273,7 +288,9 @@ def _frame(core: tokenizers.Tokenizer, config: dict[str, Any]) -> tuple[list[int
     """
     bare = core.encode("a", add_special_tokens=False).ids
     framed = core.encode("a", add_special_tokens=True).ids
-    start = next(i for i in range(len(framed) + 1) if framed[i : i + len(bare)] == bare)
+    start = next((i for i in range(len(framed) + 1) if framed[i : i + len(bare)] == bare), None)
+    if start is None:
+        raise RequestError("its post-processor does not keep the tokens of a text")
     prefix, suffix = framed[:start], framed[start + len(bare) :]
     return _said(core, config, "bos", prefix), _said(core, config, "eos", suffix)
 

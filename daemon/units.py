@@ -5,26 +5,33 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
 from quantd.daemon.errors import ServiceError
 
-_EXECUTABLE = re.compile(r"(?<=^ExecStart=)\S+", re.MULTILINE)
+_EXECUTABLE = re.compile(r"(?:(?<=^ExecStart=)|(?<=^ExecStop=))\S+", re.MULTILINE)
 NAMES = ("quantd.service", "quantd.socket")
+# A user's manager does not know when the machine sleeps.
+SLEEP = "quantd-sleep.service"
+# What else the machine needs: the folder where a file of ours goes, and what then reads it.
+_SETTINGS = (
+    ("etc/sysusers.d", ("systemd-sysusers",)),
+    ("etc/tmpfiles.d", ("systemd-tmpfiles", "--create")),
+)
 # What the system's unit cannot see; see ProtectHome= in systemd.exec(5).
 _HIDDEN = (Path("/home"), Path("/root"), Path("/run/user"))
 
 
 @dataclass(frozen=True)
 class Units:
-    """A manager's units. folder: where they go. accounts: where the group that may use the daemon is told."""
+    """A manager's units. folder: where they go. root: of the machine's folders."""
 
     user: bool
     folder: Path
-    accounts: Path | None = None
+    root: Path = Path("/")
 
     @classmethod
     def of_user(cls, config_home: Path) -> Units:
@@ -34,7 +41,12 @@ class Units:
     @classmethod
     def of_system(cls, root: Path = Path("/")) -> Units:
         """Of the machine."""
-        return cls(False, root / "etc/systemd/system", root / "usr/lib/sysusers.d/quantd.conf")
+        return cls(False, root / "etc/systemd/system", root)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The units."""
+        return NAMES if self.user else (*NAMES, SLEEP)
 
     def install(self, executable: Path) -> list[Path]:
         """Write the units, to start `executable`, and have the manager listen; the files written.
@@ -45,18 +57,21 @@ class Units:
         written = dict(self._files(executable))
         for path, text in written.items():
             _write(path, text)
-        if self.accounts is not None:
-            _run("systemd-sysusers", str(self.accounts))
+        for path, command in self._settings().items():
+            _run(*command, str(path))
         self.control("daemon-reload")
         self.control("enable", "--now", "quantd.socket")
+        if not self.user:
+            self.control("enable", SLEEP)
         return list(written)
 
     def uninstall(self) -> list[Path]:
         """End the daemon, its sockets and its units; the files removed. Models stay. Raises ServiceError."""
-        there = [path for path in (self.folder / name for name in NAMES) if path.exists()]
+        there = [path for path in (self.folder / name for name in self.names) if path.exists()]
         if not there:
             raise ServiceError(f"no units of quantd are in {self.folder}")
-        self.control("disable", "--now", *NAMES)
+        self.control("disable", "--now", *(path.name for path in there))
+        there += [path for path in self._settings() if path.exists()]
         for path in there:
             path.unlink()
         self.control("daemon-reload")
@@ -68,14 +83,19 @@ class Units:
 
     def _files(self, executable: Path) -> Iterator[tuple[Path, str]]:
         source = files("quantd.systemd")
-        if self.accounts is not None:
-            yield self.accounts, (source / "sysusers.conf").read_text()
-        for name in NAMES:
+        for path in self._settings():
+            yield path, (source / f"{path.parent.name.removesuffix('.d')}.conf").read_text()
+        for name in self.names:
             text = (source / "user" / name if self.user else source / name).read_text()
             yield (
                 self.folder / name,
-                re.sub(r"(?<=^ExecStart=)\S+", str(executable), text, flags=re.MULTILINE),
+                _EXECUTABLE.sub(str(executable), text),
             )
+
+    def _settings(self) -> Mapping[Path, Sequence[str]]:
+        """Files of the machine beside its units, and the commands that then read them."""
+        places = () if self.user else _SETTINGS
+        return {self.root / folder / "quantd.conf": command for folder, command in places}
 
     def _check_reachable(self, executable: Path) -> None:
         if re.search(r"[\s%$\"'\\]", str(executable)):

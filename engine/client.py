@@ -132,6 +132,13 @@ class EngineClient:
         self._send(GetStats())
         return await answer
 
+    def kill(self, reason: str) -> None:
+        """End the process by force, whatever it is in the middle of; `died` will tell the reason."""
+        if self._end_reason is None:
+            self._end_reason = reason
+        if self._child.process.returncode is None:
+            self._child.process.kill()
+
     async def close(self) -> None:
         """End the process and wait for its end; running generators raise EngineDiedError. Idempotent.
 
@@ -203,7 +210,9 @@ class EngineClient:
             while True:
                 self._handle(await self._receive())
         except (EOFError, ConnectionError, msgspec.MsgspecError):
-            self._die(self._end_reason or await self._exit_reason())
+            reason = self._end_reason or await self._exit_reason()
+            self._child.writer.close()
+            self._die(reason)
 
     def _handle(self, message: FromEngine) -> None:
         match message:

@@ -12,6 +12,8 @@ import msgspec
 T = TypeVar("T")
 
 _LENGTH = struct.Struct("<I")
+# Far beyond any message; only what is no frame announces more.
+MAX_FRAME = 1 << 30
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
@@ -21,9 +23,18 @@ def encode_frame(message: msgspec.Struct) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes:
-    """The body of the next frame. Raises EOFError when the other side is gone."""
-    (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return await reader.readexactly(length)
+    """The body of the next frame.
+
+    Raises EOFError when the other side is gone, ConnectionError where it sends what is no frame.
+    """
+    return await reader.readexactly(_length_of(await reader.readexactly(_LENGTH.size)))
+
+
+def _length_of(head: bytes) -> int:
+    length: int = _LENGTH.unpack(head)[0]
+    if length > MAX_FRAME:
+        raise ConnectionError(f"a frame of {length} bytes is none")
+    return length
 
 
 class Connection:
@@ -37,9 +48,8 @@ class Connection:
         self._socket.sendall(encode_frame(message))
 
     def receive(self, decoder: msgspec.msgpack.Decoder[T]) -> T:
-        """Wait for the next message. Raises EOFError when the other side is gone."""
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        return decoder.decode(self._read(length))
+        """Wait for the next message. Raises EOFError and ConnectionError as `read_frame`."""
+        return decoder.decode(self._read(_length_of(self._read(_LENGTH.size))))
 
     def close(self) -> None:
         self._file.close()

@@ -71,6 +71,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     num_ranks: int = 1
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether it computes on GPUs."""
+        return self.backend.startswith("gpu")
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens that the block pool holds."""
         return self.num_blocks * self.block_size

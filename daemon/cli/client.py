@@ -48,9 +48,9 @@ class DaemonClient:
         with self._exchange("GET", path, None, _CONTROL_TIMEOUT) as response:
             return _decode(response.read())
 
-    def post(self, path: str, body: object) -> Any:
-        """The JSON that POST answers. Raises DaemonError, NoDaemonError."""
-        with self._exchange("POST", path, body, _CONTROL_TIMEOUT) as response:
+    def post(self, path: str, body: object, timeout: float = _CONTROL_TIMEOUT) -> Any:
+        """The JSON that POST answers in so many seconds. Raises DaemonError, NoDaemonError."""
+        with self._exchange("POST", path, body, timeout) as response:
             return _decode(response.read())
 
     def lines(self, path: str, body: object) -> Iterator[Any]:

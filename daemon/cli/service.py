@@ -9,8 +9,9 @@ import click
 
 from quantd.daemon.cli.options import json_option
 from quantd.daemon.cli.output import print_json
+from quantd.daemon.cli.sleeping import running_daemons, tell
 from quantd.daemon.config import config_home, is_root
-from quantd.daemon.units import NAMES, Units, properties
+from quantd.daemon.units import Units, properties
 
 _SHOWN = ("ActiveState", "SubState", "StatusText", "MainPID", "MemoryCurrent", "NRestarts")
 
@@ -36,6 +37,7 @@ def install(user: bool | None) -> None:
         click.echo("To keep it after you log out: loginctl enable-linger")
     else:
         click.echo("Who may use it: usermod -aG quantd NAME")
+        click.echo("GPUs are let go before the machine sleeps, by the daemons of all users.")
 
 
 @service_command.command("uninstall")
@@ -52,13 +54,28 @@ def uninstall(user: bool | None) -> None:
 def status(user: bool | None, as_json: bool) -> None:
     """What systemd knows of the daemon and its sockets."""
     units = _units(user)
-    show = {name: properties(units.control("show", name, f"--property={','.join(_SHOWN)}")) for name in NAMES}
+    show = {
+        name: properties(units.control("show", name, f"--property={','.join(_SHOWN)}"))
+        for name in units.names
+    }
     if as_json:
         print_json(show)
         return
     for name, values in show.items():
         details = [values[key] for key in ("ActiveState", "SubState", "StatusText") if values.get(key)]
         click.echo(f"{name}: {', '.join(details)}")
+
+
+@service_command.command("sleep", hidden=True)
+def sleep() -> None:
+    """Have the daemons of this machine let go of the GPUs; for quantd-sleep.service."""
+    tell(running_daemons(), "/quantd/sleep", click.echo)
+
+
+@service_command.command("wake", hidden=True)
+def wake() -> None:
+    """Let them load models again."""
+    tell(running_daemons(), "/quantd/wake", click.echo)
 
 
 def _units(user: bool | None) -> Units:

@@ -15,7 +15,7 @@ from quantd.daemon.loaded_model import ModelEntry
 from quantd.daemon.routes.content import TEXT, json_of, lines_of
 from quantd.daemon.routes.keys import CONTROL, SERVICE
 from quantd.daemon.routes.route import MODEL_REFUSALS, Route
-from quantd.daemon.wire.control_replies import LoadLine, Status, Stopping, Unloaded, Version
+from quantd.daemon.wire.control_replies import Asleep, Awake, LoadLine, Status, Stopping, Unloaded, Version
 from quantd.daemon.wire.errors import fault_of, json_response, openai_error
 from quantd.engine.messages import Stats
 
@@ -89,6 +89,17 @@ async def unload(request: web.Request, body: ModelBody) -> web.StreamResponse:
     return json_response({"status": "unloaded", "model": body.model})
 
 
+async def sleep(request: web.Request) -> web.StreamResponse:
+    """POST /quantd/sleep: no GPU is held when it answers, nor until /quantd/wake."""
+    return json_response({"unloaded": await request.app[CONTROL].models.suspend()})
+
+
+async def wake(request: web.Request) -> web.StreamResponse:
+    """POST /quantd/wake: models may be loaded again."""
+    request.app[CONTROL].models.resume()
+    return json_response({"status": "awake"})
+
+
 async def stop(request: web.Request) -> web.StreamResponse:
     """POST /quantd/stop: what runs may finish, then the daemon ends."""
     request.app[CONTROL].stop.set()
@@ -115,5 +126,7 @@ CONTROL_ROUTES: Sequence[Route] = (
         refusals=MODEL_REFUSALS,
     ),
     Route("POST", "/quantd/unload", unload, ModelBody, refusals=(404,), contents=[json_of(Unloaded)]),
+    Route("POST", "/quantd/sleep", sleep, contents=[json_of(Asleep)]),
+    Route("POST", "/quantd/wake", wake, contents=[json_of(Awake)]),
     Route("POST", "/quantd/stop", stop, contents=[json_of(Stopping)]),
 )

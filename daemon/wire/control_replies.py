@@ -49,5 +49,13 @@ class Unloaded(TypedDict):
     model: str
 
 
+class Asleep(TypedDict):
+    unloaded: list[str]
+
+
+class Awake(TypedDict):
+    status: Literal["awake"]
+
+
 class Stopping(TypedDict):
     status: Literal["stopping"]

@@ -53,7 +53,7 @@ def running_entry(
     return {
         **_identity(card),
         "size": size,
-        "size_vram": size if info.backend == "gpu" else 0,
+        "size_vram": size if info.on_gpu else 0,
         "expires_at": local_time(expires_at),
         "context_length": context_len,
     }

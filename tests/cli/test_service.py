@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import sys
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 
+from quantd.daemon.cli.sleeping import running_daemons, tell
 from quantd.daemon.errors import ServiceError
 from quantd.daemon.units import Units
 
@@ -22,10 +27,10 @@ exit 0
 
 @pytest.fixture
 def calls(tmp_path: Path, environment: dict[str, str]) -> Path:
-    """The log of a systemctl and a systemd-sysusers that do nothing."""
+    """The log of a systemctl and its like that do nothing."""
     tools, log = tmp_path / "tools", tmp_path / "log"
     tools.mkdir()
-    for name in ("systemctl", "systemd-sysusers"):
+    for name in ("systemctl", "systemd-sysusers", "systemd-tmpfiles"):
         (tools / name).write_text(SYSTEMCTL.format(log=log))
         (tools / name).chmod(0o755)
     environment["PATH"] = f"{tools}{os.pathsep}{environment['PATH']}"
@@ -62,9 +67,24 @@ def test_the_machine_s_service_brings_its_group(
     monkeypatch.setenv("PATH", environment["PATH"])
     units = Units.of_system(tmp_path / "root")
     written = units.install(Path("/opt/quantd/bin/quantd"))
-    assert [path.name for path in written] == ["quantd.conf", "quantd.service", "quantd.socket"]
-    assert "ExecStart=/opt/quantd/bin/quantd serve" in written[1].read_text()
-    assert said(calls) == [str(written[0]), "daemon-reload", "enable --now quantd.socket"]
+    assert [path.relative_to(tmp_path / "root").as_posix() for path in written] == [
+        "etc/sysusers.d/quantd.conf",
+        "etc/tmpfiles.d/quantd.conf",
+        "etc/systemd/system/quantd.service",
+        "etc/systemd/system/quantd.socket",
+        "etc/systemd/system/quantd-sleep.service",
+    ]
+    assert "ExecStart=/opt/quantd/bin/quantd serve" in written[2].read_text()
+    assert "ExecStop=/opt/quantd/bin/quantd service wake" in written[4].read_text()
+    assert said(calls) == [
+        str(written[0]),
+        f"--create {written[1]}",
+        "daemon-reload",
+        "enable --now quantd.socket",
+        "enable quantd-sleep.service",
+    ]
+    assert sorted(units.uninstall()) == sorted(written)
+    assert not any(path.exists() for path in written)
 
 
 @pytest.mark.parametrize(
@@ -87,3 +107,50 @@ def test_the_manager_s_reason_is_told(
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ServiceError, match="does not run systemd"):
         Units.of_user(tmp_path).control("show")
+
+
+ANSWER = b'HTTP/1.1 200 OK\r\nContent-Length: 21\r\n\r\n{"unloaded": ["big"]}'
+
+
+def answering(path: Path, requests: list[bytes]) -> contextlib.closing[socket.socket]:
+    """A daemon that unloads `big`, once."""
+    path.parent.mkdir(parents=True)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen()
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            data = b""
+            while not data.endswith(b"{}"):
+                data += connection.recv(4096)
+            requests.append(data.partition(b"\r\n")[0])
+            connection.sendall(ANSWER)
+
+    threading.Thread(target=answer, daemon=True).start()
+    return contextlib.closing(listener)
+
+
+def test_before_the_machine_sleeps_all_daemons_are_told_and_none_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """systemctl says of user 1001 that it listens itself; of the others nothing it could know."""
+    told: list[str] = []
+    requests: list[bytes] = []
+    with tempfile.TemporaryDirectory(prefix="qd-") as name, contextlib.ExitStack() as opened:
+        folder = Path(name).resolve()
+        paths = [folder / f"{uid}/quantd/api.sock" for uid in (1000, 1001)]
+        for path in paths:
+            opened.enter_context(answering(path, requests))
+        linked = folder / "1002" / "quantd"
+        linked.mkdir(parents=True)
+        (linked / "api.sock").symlink_to(paths[0])
+        (folder / "systemctl").write_text(
+            f'#!/bin/sh\n[ "$XDG_RUNTIME_DIR" = "{folder}/1001" ] && printf "active\\ninactive\\n"\nexit 3\n'
+        )
+        (folder / "systemctl").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+        tell(running_daemons(folder / "api.sock", folder), "/quantd/sleep", told.append)
+        assert told == [f"unix:{paths[0]}: unloaded big"]
+    assert requests == [b"POST /quantd/sleep HTTP/1.1"]

@@ -22,11 +22,12 @@ from quantd.daemon.app import make_app, make_runner
 from quantd.daemon.config import ServeConfig
 from quantd.daemon.control import Control
 from quantd.daemon.metrics import Metrics
-from quantd.daemon.models import Models
+from quantd.daemon.models import LoadTokenizer, Models
 from quantd.daemon.server import engine_config
 from quantd.daemon.service import Service
 from quantd.daemon.sockets import tcp_sockets, unix_socket
 from quantd.daemon.store import Store
+from quantd.daemon.tokenizer import Tokenizer
 from quantd.daemon.wire.stream import DEFAULT_TIMING, Timing
 
 CASES = Path(__file__).parents[1] / "data" / "cases"
@@ -92,6 +93,7 @@ async def running_daemon(
     timing: Timing = DEFAULT_TIMING,
     tokens: Sequence[str] = (),
     store: Store | None = None,
+    load_tokenizer: LoadTokenizer = Tokenizer.load,
 ) -> AsyncIterator[Daemon]:
     """tokens: special tokens that the model has beside ChatML's. store: in place of one with `tiny`."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as opened:
@@ -104,6 +106,7 @@ async def running_daemon(
             engines.start,
             functools.partial(engine_config, ServeConfig()),
             drain_seconds=5.0,
+            load_tokenizer=load_tokenizer,
         )
         service = Service(models, Metrics(), max_queue)
         listeners = [opened.enter_context(unix_socket(folder / "api.sock"))]

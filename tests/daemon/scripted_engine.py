@@ -140,6 +140,9 @@ class ScriptedEngine:
             aborts=len(self.aborted),
         )
 
+    def kill(self, reason: str) -> None:
+        self.died.set_result(reason)
+
     async def close(self) -> None:
         self.closed = True
         if not self.died.done():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import pwd
 import re
 import shutil
 import socket
@@ -18,9 +20,10 @@ from pathlib import Path
 import pytest
 from daemon_in_loop import in_loop
 
+from quantd.daemon import watch
 from quantd.daemon.errors import ListenError
 from quantd.daemon.supervision import Notifier, Supervision
-from quantd.daemon.watch import Watch, status_line
+from quantd.daemon.watch import Watch, status_line, tell_end
 from quantd.engine.messages import Stats
 
 UNITS = Path(__file__).parents[2] / "systemd"
@@ -74,7 +77,7 @@ def test_sockets_of_systemd_are_served_and_an_unused_daemon_ends(
     path = folder / "api.sock"
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = "{}:{}".format(*free.getsockname())
-    command = ["systemd-socket-activate", "-l", str(path), "-l", address]
+    command = ["systemd-socket-activate", "-l", str(path), "-l", address, "--fdname=quantd:quantd"]
     command += ["-E", f"QUANTD_HOME={folder / 'home'}", "-E", f"NOTIFY_SOCKET={folder / 'notify'}"]
     command += ["-E", f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}"]
     with subprocess.Popen([*command, sys.executable, "-c", SERVE, "0.3"], stderr=subprocess.PIPE) as process:
@@ -84,11 +87,11 @@ def test_sockets_of_systemd_are_served_and_an_unused_daemon_ends(
             assert status["pid"] == process.pid
             assert status["listening"] == [f"unix:{path}", f"http://{address}"]
             told = [manager.recv(4096).decode()]
-            while not told[-1].startswith("STOPPING=1"):
+            while not told[-1].startswith("EXTEND_TIMEOUT_USEC="):
                 told.append(manager.recv(4096).decode())
             assert told[0] == "READY=1"
-            assert "STATUS=no model in memory" in told
-            assert int(told[-1].rpartition("=")[2]) >= 30e6
+            assert "STATUS=no model in memory" in told and "STOPPING=1" in told
+            assert int(told[-1].rpartition("=")[2]) == 15e6
             assert process.wait(20) == 0
         finally:
             process.kill()
@@ -97,7 +100,8 @@ def test_sockets_of_systemd_are_served_and_an_unused_daemon_ends(
 
 def test_variables_for_another_process_or_set_by_half_count_as_none() -> None:
     whole = {"LISTEN_PID": "7", "LISTEN_FDS": "2", "WATCHDOG_PID": "7", "WATCHDOG_USEC": "9000000"}
-    assert Supervision.from_env(whole, pid=7) == Supervision(None, 9.0, 2)
+    whole |= {"LISTEN_FDNAMES": "unix:tcp"}
+    assert Supervision.from_env(whole, pid=7) == Supervision(None, 9.0, 2, ("unix", "tcp"))
     assert Supervision.from_env(whole, pid=8) == Supervision()
     assert Supervision.from_env({"LISTEN_PID": "7"}, pid=7) == Supervision()
     assert Supervision.from_env({"LISTEN_FDS": "1", "NOTIFY_SOCKET": ""}, pid=7) == Supervision()
@@ -109,12 +113,15 @@ def test_what_is_handed_over_must_listen(folder: Path) -> None:
         "import os, socket, sys; from quantd.daemon.supervision import Supervision\n"
         "made = socket.socket(socket.AF_UNIX) if sys.argv[1] == 'deaf' else open('/dev/null')\n"
         "os.dup2(made.fileno(), 3)\n"
-        "try: Supervision(num_sockets=1).sockets()\n"
+        "try: Supervision(num_sockets=1, names=('quantd',)).sockets()\n"
         "except Exception as error: print(type(error).__name__, error)\n"
     )
     for kind, reason in (("deaf", "does not listen"), ("file", "is no socket")):
         done = subprocess.run([sys.executable, "-c", code, kind], capture_output=True, text=True, check=True)
-        assert done.stdout.startswith(f"{ListenError.__name__} file descriptor 3") and reason in done.stdout
+        assert (
+            done.stdout.startswith(f"{ListenError.__name__} file descriptor 3 (quantd)")
+            and reason in done.stdout
+        )
 
 
 def test_the_manager_is_told_and_may_be_gone(folder: Path, manager: socket.socket) -> None:
@@ -138,17 +145,18 @@ class Model:
 
 @dataclass
 class Models:
-    """Models in memory, and those of them that answer."""
+    """Models in memory, those of them that answer, and those that hang for good."""
 
     entries: Sequence[Model] = ()
     answers: Mapping[str, Stats] = field(default_factory=dict)
+    stuck: Sequence[str] = ()
 
     async def stats(self) -> Mapping[str, Stats]:
         return self.answers
 
 
 @in_loop
-async def test_the_watchdog_hears_of_the_daemon_while_all_engines_answer() -> None:
+async def test_the_watchdog_hears_of_the_daemon_unless_an_engine_hangs_for_good() -> None:
     with tempfile.TemporaryDirectory(prefix="qd-") as name:
         manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         with manager:
@@ -160,11 +168,37 @@ async def test_the_watchdog_hears_of_the_daemon_while_all_engines_answer() -> No
             await watch.look()
             assert manager.recv(99) == b"WATCHDOG=1"
             assert manager.recv(99) == b"STATUS=a: 2 running, 0 waiting; 1 loading or in a long step"
-            models.answers = {}
+            models.answers, models.stuck = {}, ["a"]
             await watch.look()
             assert manager.recv(99) == b"STATUS=2 loading or in a long step"
             with pytest.raises(BlockingIOError):
                 manager.recv(99)
+
+
+@in_loop
+async def test_an_end_asks_for_time_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_TELL_SECONDS", 0.01)
+    told: list[str] = []
+    notifier = Notifier(None)
+    monkeypatch.setattr(notifier, "_send", told.append)
+    telling = asyncio.create_task(tell_end(notifier, 0.0, 10.0))
+    while told.count("EXTEND_TIMEOUT_USEC=10000000") < 2:
+        await asyncio.sleep(0.005)
+    telling.cancel()
+    assert told[:2] == ["STOPPING=1", "WATCHDOG=1"] and told[3].startswith("STATUS=ending")
+
+
+@in_loop
+async def test_an_unused_daemon_stays_while_a_request_is_answered() -> None:
+    ends: list[bool] = []
+    busy = [True]
+    look_after = Watch(Models(), Notifier(None), None, 0.0, lambda: ends.append(True), lambda: busy[0])
+    look_after._unused = 1.0
+    await look_after.look()
+    assert not ends
+    busy[0] = False
+    await look_after.look()
+    assert ends == [True]
 
 
 @in_loop
@@ -180,12 +214,12 @@ async def test_without_a_limit_an_unused_daemon_stays() -> None:
 @pytest.mark.parametrize("folder_name", ["", "user"])
 def test_units_are_what_systemd_takes(folder_name: str, tmp_path: Path) -> None:
     """With a command that is there, since no test may install one."""
-    for unit in (UNITS / folder_name).glob("quantd.*"):
-        text = re.sub(r"^ExecStart=\S+", "ExecStart=/bin/true", unit.read_text(), flags=re.MULTILINE)
+    for unit in (UNITS / folder_name).glob("quantd*.*"):
+        text = re.sub(r"^(Exec\w+)=\S+", r"\1=/bin/true", unit.read_text(), flags=re.MULTILINE)
         (tmp_path / unit.name).write_text(text)
     mode = ["--user"] if folder_name else []
-    units = sorted(map(str, tmp_path.glob("quantd.*")))
-    assert len(units) == 2
+    units = sorted(map(str, tmp_path.glob("quantd*.*")))
+    assert len(units) == (2 if folder_name else 3)
     done = subprocess.run(
         ["systemd-analyze", *mode, "verify", *units],
         capture_output=True,
@@ -197,8 +231,32 @@ def test_units_are_what_systemd_takes(folder_name: str, tmp_path: Path) -> None:
 
 
 @needs("systemd-analyze")
-def test_the_system_unit_is_shut_in() -> None:
-    command = ["systemd-analyze", "security", "--offline=yes", str(UNITS / "quantd.service")]
+@pytest.mark.parametrize(
+    ("unit", "most"), [("quantd.service", 1.8), ("quantd-sleep.service", 1.8), ("user/quantd.service", 6.5)]
+)
+def test_services_are_shut_in(unit: str, most: float) -> None:
+    """A user's can be shut in less: most of it takes a namespace, which would hide who connects."""
+    command = ["systemd-analyze", "security", "--offline=yes", str(UNITS / unit)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = re.search(r"exposure level for quantd.service: (\d+\.\d)", done.stdout)
-    assert found is not None and float(found[1]) <= 1.8, done.stdout
+    found = re.search(r"exposure level for \S+: (\d+\.\d)", done.stdout)
+    assert found is not None and float(found[1]) <= most, done.stdout
+
+
+@needs("systemd-tmpfiles")
+def test_the_folder_of_the_socket_is_made(tmp_path: Path) -> None:
+    account = pwd.getpwuid(os.getuid()).pw_name
+    text = (UNITS / "tmpfiles.conf").read_text().replace("quantd quantd", f"{account} -")
+    (tmp_path / "quantd.conf").write_text(text)
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc" / "passwd").write_text(Path("/etc/passwd").read_text())
+    command = ["systemd-tmpfiles", "--create", f"--root={tmp_path}", str(tmp_path / "quantd.conf")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "quantd").stat().st_mode & 0o7777 == 0o755
+
+
+@pytest.mark.parametrize("folder_name", ["", "user"])
+def test_clients_are_told_apart(folder_name: str) -> None:
+    """In a user namespace SO_PEERCRED names every other user `nobody`: all would share rights and salts."""
+    text = (UNITS / folder_name / "quantd.service").read_text()
+    assert not re.search(r"^(PrivateUsers|DynamicUser)=", text, flags=re.MULTILINE)

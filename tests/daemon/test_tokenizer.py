@@ -12,6 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from quantd.daemon.tokenizer import Tokenizer
+from quantd.daemon.tokenizer_file import MAX_BYTES
+from quantd.engine.errors import RequestError
 from quantd.quant.errors import CheckpointError
 
 
@@ -138,6 +140,53 @@ def test_faults_name_the_file(tmp_path: Path) -> None:
 def test_damaged_json_is_named(tmp_path: Path, name: str, data: bytes) -> None:
     (write_model(tmp_path) / name).write_bytes(data)
     with pytest.raises(CheckpointError, match=name):
+        Tokenizer.load(tmp_path)
+
+
+def changed_tokenizer(folder: Path, **parts: object) -> Path:
+    file = write_model(folder) / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | parts))
+    return folder
+
+
+def in_a_row(kind: str, step: dict[str, object], number: int) -> dict[str, object]:
+    return {"type": "Sequence", kind: [step] * number}
+
+
+DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+INSERT = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 300}
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": in_a_row("normalizers", DOUBLE, 60)},
+        {"normalizer": in_a_row("normalizers", {"type": "ByteLevel"}, 60)},
+        {"normalizer": in_a_row("normalizers", in_a_row("normalizers", DOUBLE, 5), 5)},
+        {"normalizer": INSERT},
+        {"decoder": in_a_row("decoders", DOUBLE, 60)},
+    ],
+    ids=["doubling", "bytes", "nested", "inserting", "decoder"],
+)
+def test_a_tokenizer_that_makes_texts_huge_is_refused(tmp_path: Path, parts: dict[str, object]) -> None:
+    """Sixty steps would make one character an exabyte, in the daemon's own memory."""
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: its steps could make a text .* as long"):
+        Tokenizer.load(changed_tokenizer(tmp_path, **parts))
+
+
+def test_a_text_that_a_tokenizer_cannot_cut_is_refused(tmp_path: Path) -> None:
+    """The library panics once an expression has taken too many tries, with what is no Exception."""
+    split = {"type": "Split", "pattern": {"Regex": "(a|a)+$"}, "behavior": "Isolated", "invert": False}
+    tokenizer = Tokenizer.load(changed_tokenizer(tmp_path, pre_tokenizer=split))
+    with pytest.raises(RequestError, match=r"tokenizer fails on this text: .*retry-limit"):
+        tokenizer.encode("a" * 60 + "b")
+    assert tokenizer.decode(tokenizer.encode("b")) == "b"
+
+
+def test_a_file_that_no_tokenizer_needs_is_refused(tmp_path: Path) -> None:
+    with (write_model(tmp_path) / "tokenizer.json").open("ab") as file:
+        file.truncate(MAX_BYTES + 1)
+    with pytest.raises(CheckpointError, match="larger than"):
         Tokenizer.load(tmp_path)
 
 

@@ -380,6 +380,41 @@ def test_sigterm_lets_requests_finish(tiny_home: Path) -> None:
         assert not daemon.path.exists()
 
 
+def test_sigterm_ends_what_outlasts_the_drain_in_the_stated_time(tiny_home: Path) -> None:
+    with serve(tiny_home, "tiny", "--kv-memory", "32MiB", "--drain-seconds", "1") as daemon:
+        engine = daemon.engine()
+        with daemon.client() as client:
+            extra = {"ignore_eos": True}
+            stream = client.chat.completions.create(
+                model="tiny", messages=STORY, max_tokens=8000, stream=True, extra_body=extra
+            )
+            next(stream)
+            engine.suspend()
+            started = time.monotonic()
+            daemon.process.send_signal(signal.SIGTERM)
+            with pytest.raises(openai.APIError, match="closed"):
+                list(stream)
+        assert daemon.process.wait(20) == 0
+        assert time.monotonic() - started < 1 + 10
+        assert not engine.is_running()
+
+
+def test_an_engine_that_hangs_in_a_step_is_ended_and_replaced(tiny_home: Path) -> None:
+    with serve(tiny_home, "tiny", "--kv-memory", "32MiB", "--hang-seconds", "2") as daemon:
+        with daemon.client() as client:
+            extra = {"ignore_eos": True}
+            stream = client.chat.completions.create(
+                model="tiny", messages=STORY, max_tokens=8000, stream=True, extra_body=extra
+            )
+            next(stream)
+            old = daemon.engine()
+            old.suspend()
+            with pytest.raises(openai.APIError, match=r"stood still for 2 s \(see --hang-seconds\)"):
+                list(stream)
+        assert daemon.complete({"model": "tiny", "prompt": [40], "max_tokens": 2})["usage"]
+        assert daemon.engine().pid != old.pid and not old.is_running()
+
+
 def test_a_second_signal_ends_it_now(tiny_home: Path) -> None:
     with serve(tiny_home, "tiny", "--kv-memory", "32MiB") as daemon:
         engine = daemon.engine()

@@ -1,0 +1,79 @@
+"""tokenizer.json as hostile input: no little text becomes a huge one, and panics are told as errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from quantd.engine.errors import RequestError
+from quantd.quant.errors import CheckpointError
+
+MAX_BYTES = 256 << 20
+# How many times as long a text may become. Steps may stand in a row, so what doubles it does so each time.
+_MOST_GROWTH = 256
+_GROWTH = {"ByteLevel": 2, "NFKC": 3, "NFKD": 3, "BertNormalizer": 3, "Precompiled": 4}
+
+
+class _Steps(msgspec.Struct, frozen=True):
+    """What a tokenizer does to a text and from it; the rest, which takes long, is skipped."""
+
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+    decoder: Any = None
+
+
+def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a file. Raises CheckpointError for one that is not valid, or could exhaust memory."""
+    try:
+        if file.stat().st_size > MAX_BYTES:
+            raise CheckpointError(f"{file}: larger than {MAX_BYTES} bytes, which no tokenizer needs")
+        steps = msgspec.json.decode(file.read_bytes(), type=_Steps)
+        growth = _growth([steps.normalizer, steps.pre_tokenizer]), _growth(steps.decoder)
+        if max(growth) > _MOST_GROWTH:
+            raise CheckpointError(f"{file}: its steps could make a text {max(growth):g} times as long")
+        with panics_told():
+            return tokenizers.Tokenizer.from_file(str(file))
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+    # The bindings raise a bare Exception for every fault of the file.
+    except Exception as error:
+        raise CheckpointError(f"{file}: not a valid tokenizer: {error}") from error
+
+
+def _growth(step: object) -> float:
+    """The most that a step, or the steps in it, can lengthen a text."""
+    if isinstance(step, list):
+        return math.prod(map(_growth, step))
+    if not isinstance(step, dict):
+        return 1
+    inner = math.prod(_growth(value) for value in step.values() if isinstance(value, dict | list))
+    if step.get("type") == "Replace":
+        # An expression may match between any two characters.
+        return inner * (len(str(step.get("content"))) + _is_expression(step.get("pattern")))
+    return inner * _GROWTH.get(str(step.get("type")), 1)
+
+
+def _is_expression(pattern: object) -> bool:
+    return not (isinstance(pattern, dict) and pattern.get("String"))
+
+
+@contextmanager
+def panics_told() -> Iterator[None]:
+    """A text that makes the library panic, as one does whose cut takes a regular expression too long.
+
+    Raises RequestError in place of the bindings' own exception, which is no Exception.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RequestError(f"the model's tokenizer fails on this text: {error}", "messages") from error
