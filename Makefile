@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 MODEL ?= smollm2
 QUESTION ?= What is the capital of France?
 
-.PHONY: run test check bench clients clean
+.PHONY: run test check bench clients fuzz clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -32,6 +32,10 @@ bench: $(VENV)/.bench
 clients: $(VENV)/.test
 	$(BIN)/python tests/clients/run.py $(CLIENTS)
 
+# SECONDS: for all targets together. TARGETS: some of them, by name (tests/fuzz/fuzz_targets.py).
+fuzz: $(VENV)/.fuzz
+	$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),3600) $(TARGETS)
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -52,6 +56,10 @@ $(VENV)/.test: pyproject.toml | $(VENV)/.made
 	@echo "Installing quantd and what its tests need (a minute or two the first time) ..."
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[test]'
 	@touch $@ $(VENV)/.run
+
+$(VENV)/.fuzz: $(VENV)/.test
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[fuzz]'
+	@touch $@
 
 $(VENV)/.bench: $(VENV)/.test
 	@echo "Installing what the benchmarks compare with ..."

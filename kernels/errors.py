@@ -2,4 +2,10 @@
 
 
 class QuantdError(Exception):
-    """Anything a user, a file or a machine can cause; the message names the thing and what to do."""
+    """Anything a user, a file or a machine can cause; the message names the thing and what to do.
+
+    A file may spell what is no text (half a surrogate pair), so a message shows that by its number.
+    """
+
+    def __str__(self) -> str:
+        return super().__str__().encode(errors="backslashreplace").decode()

@@ -20,6 +20,7 @@ import msgspec
 from quantd.quant.errors import CheckpointError, UnsupportedModelError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_JSON_BYTES = 100_000_000  # an index of all tensors is the largest of them
 
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8,
@@ -99,14 +100,24 @@ def _header_bytes(path: Path, prefix: bytes, size: int) -> int:
 
 
 def _parse_entries(path: Path, raw: bytes) -> dict[str, _Entry]:
-    """Entries sorted by offset."""
+    """Entries sorted by offset. Of a name that is there twice other readers may take either, so none is."""
     try:
-        parts = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-        parts.pop("__metadata__", None)
-        entries = {name: msgspec.json.decode(part, type=_Entry) for name, part in parts.items()}
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        parts = json.loads(raw, object_pairs_hook=_without_doubles)
+        if isinstance(parts, dict):
+            parts.pop("__metadata__", None)
+        entries = msgspec.convert(parts, dict[str, _Entry])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the safetensors header is damaged: {error}") from error
     return dict(sorted(entries.items(), key=lambda item: item[1].data_offsets))
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name[:100]!r} is there twice")
+        found[name] = value
+    return found
 
 
 def _check_cover(path: Path, entries: dict[str, _Entry], data_bytes: int) -> None:
@@ -188,7 +199,7 @@ def _read_shards(folder: Path, index: Path) -> TensorIndex:
     weight_map = _weight_map(index)
     headers: dict[str, TensorIndex] = {}
     for file in dict.fromkeys(weight_map.values()):
-        if not (folder / file).is_file():
+        if not _is_there(folder / file):
             raise CheckpointError(f"{folder}: {file} is missing, which {index.name} names; download it again")
         headers[file] = read_header(folder / file)
     tensors: TensorIndex = {}
@@ -199,6 +210,13 @@ def _read_shards(folder: Path, index: Path) -> TensorIndex:
             )
         tensors[name] = headers[file][name]
     return tensors
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long for any file
+        return False
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -217,6 +235,8 @@ def _weight_map(index: Path) -> dict[str, str]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises CheckpointError when it is missing, unreadable or no object."""
     try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: larger than {MAX_JSON_BYTES} bytes, which no such file needs")
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error

@@ -49,6 +49,17 @@ def test_sub_byte_types_count_in_bits(path):
 
 
 BAD = {
+    "twice": (
+        sealed(
+            b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
+            b"x",
+        ),
+        "twice",
+    ),
+    "twice within": (
+        sealed(b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}', b"x"),
+        "twice",
+    ),
     "nothing": (b"", "too few"),
     "half a length": (b"\0" * 7, "too few"),
     "huge length": (struct.pack("<Q", 2**64 - 1) + b"{}", "limit"),
