@@ -6,13 +6,18 @@ from typing import Any
 
 from aiohttp import web
 
+from quantd.daemon.access.per_client import PerClient
+from quantd.daemon.access.policy import Access
+from quantd.daemon.admission import Admission
 from quantd.daemon.background import Background
 from quantd.daemon.control import Control
-from quantd.daemon.guard import refuse_foreign_sites
+from quantd.daemon.guard import ACCESS, UNDER_WAY, guard, tell_origin
 from quantd.daemon.library import Library
+from quantd.daemon.limits import DEFAULT_LIMITS, Limits
 from quantd.daemon.model_card import Cards
 from quantd.daemon.response_store import ResponseStore
 from quantd.daemon.routes.anthropic import ANTHROPIC_ROUTES
+from quantd.daemon.routes.api_keys import API_KEY_ROUTES
 from quantd.daemon.routes.control import CONTROL_ROUTES
 from quantd.daemon.routes.keys import (
     BACKGROUND,
@@ -48,13 +53,13 @@ from quantd.daemon.wire.errors import (
     name_answer,
     openai_error,
 )
+from quantd.daemon.wire.incoming import LIMITS
 from quantd.daemon.wire.stream import DEFAULT_TIMING, Timing
-
-MAX_BODY = 64 * 2**20
 
 ROUTES = (
     *CONTROL_ROUTES,
     *PREFIX_ROUTES,
+    *API_KEY_ROUTES,
     *MODEL_ROUTES,
     *OPENAI_ROUTES,
     *ANTHROPIC_ROUTES,
@@ -67,23 +72,33 @@ ROUTES = (
 )
 
 
-def make_app(service: Service, control: Control, timing: Timing = DEFAULT_TIMING) -> web.Application:
+def make_app(
+    service: Service,
+    control: Control,
+    access: Access,
+    timing: Timing = DEFAULT_TIMING,
+    limits: Limits = DEFAULT_LIMITS,
+) -> web.Application:
     """The whole surface over one service. Paths work with a slash at the end too."""
-    app = web.Application(middlewares=[_count, answer_errors, refuse_foreign_sites], client_max_size=MAX_BODY)
+    app = web.Application(middlewares=[_count, answer_errors, guard], client_max_size=limits.max_body)
+    app[ACCESS] = access
+    app[UNDER_WAY] = Admission(limits.max_connections, limits.max_client_queue)
     app[SERVICE] = service
     app[CONTROL] = control
     app[CARDS] = Cards(service.models)
-    app[SLOTS] = Slots(control.state / "slots")
+    app[SLOTS] = PerClient(lambda client: Slots(control.state / "slots" / client.file_name))
     app[PREFIXES] = StoredPrefixes(control.prefixes)
     app[LIBRARY] = Library(service.models)
     app[TABLE] = ROUTES
     app[TIMING] = timing
+    app[LIMITS] = limits
     app[ERROR_SHAPE] = error_shape
     app[ERROR_STATUS] = error_status
-    app[RESPONSES] = ResponseStore()
+    app[RESPONSES] = PerClient(lambda client: ResponseStore())
     app[BACKGROUND] = Background()
     app.on_cleanup.append(_end_background)
     app.on_response_prepare.append(name_answer)
+    app.on_response_prepare.append(tell_origin)
     for route in ROUTES:
         _add_route(app, route)
     return app
@@ -106,10 +121,8 @@ async def _end_background(app: web.Application) -> None:
 
 
 def make_runner(app: web.Application) -> web.AppRunner:
-    """What runs the app. A handler is cancelled when its client leaves; bodies are left as they come."""
-    return web.AppRunner(
-        app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None, auto_decompress=False
-    )
+    """What runs the app. A handler is cancelled when its client leaves."""
+    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
 
 
 def error_shape(request: web.Request) -> ErrorShape:

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from quantd.daemon.access.options import AccessOptions
 from quantd.daemon.errors import ConfigError
+from quantd.daemon.limits import Limits
 from quantd.daemon.settings import (
     Kind,
     Setting,
@@ -208,7 +210,6 @@ class ServeConfig:
     keep_alive: float = setting(
         duration(), "How long a model stays in memory after its last request.", default=900.0
     )
-    max_queue: int = setting(whole(1), "Most requests in the daemon; further ones are refused.", default=512)
     hang_seconds: float = setting(
         seconds(), "End an engine whose steps stand still for so long; 0 for never.", default=300.0
     )
@@ -216,8 +217,14 @@ class ServeConfig:
         duration(), "End after so long without a model in memory, to be started again by systemd's sockets."
     )
     engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    access: AccessOptions = dataclasses.field(default_factory=AccessOptions)
     paths: Paths = dataclasses.field(default_factory=Paths.from_env)
     supervision: Supervision = dataclasses.field(default_factory=Supervision)
+
+
+PARTS: Mapping[str, type[Any]] = {"engine": EngineOptions, "limits": Limits, "access": AccessOptions}
+"""Records with a table of their own in the file."""
 
 
 def load_config(
@@ -230,21 +237,24 @@ def load_config(
     """
     env = os.environ if env is None else env
     paths = Paths.from_env(env)
-    path = file or (Path(env["QUANTD_CONFIG"]).expanduser() if env.get("QUANTD_CONFIG") else None)
-    if path is None and paths.config.exists():
-        path = paths.config
-    table = {} if path is None else _read_toml(path)
-    engine_table = table.pop("engine", {})
-    if not isinstance(engine_table, dict):
-        raise ConfigError(f"{path}: engine must be a table: [engine]")
-    engine = _gather(EngineOptions, flags, env, f"{path}: engine.", engine_table)
+    path, table = _read_file(file, env)
+    _part(table, "client", path)
+    parts = {
+        name: record(**_gather(record, flags, env, f"{path}: {name}.", _part(table, name, path)))
+        for name, record in PARTS.items()
+    }
     daemon = _gather(ServeConfig, flags, env, f"{path}: ", table)
     return ServeConfig(
-        **({"socket": paths.socket} | daemon),
-        engine=EngineOptions(**engine),
-        paths=paths,
-        supervision=Supervision.from_env(env),
+        **({"socket": paths.socket} | daemon), **parts, paths=paths, supervision=Supervision.from_env(env)
     )
+
+
+def _part(table: dict[str, Any], name: str, path: Path | None) -> dict[str, Any]:
+    """Take a table out of the file's."""
+    part = table.pop(name, {})
+    if not isinstance(part, dict):
+        raise ConfigError(f"{path}: {name} must be a table: [{name}]")
+    return part
 
 
 def parse_flags(record: type[Any], flags: Mapping[str, object]) -> dict[str, Any]:
@@ -259,6 +269,31 @@ def client_sockets(socket: str | None, env: Mapping[str, str] | None = None) -> 
         return [] if chosen == "off" else [Path(chosen).expanduser().absolute()]
     own = Paths.from_env(env).socket
     return [own] if env.get("QUANTD_HOME") else list(dict.fromkeys([own, SYSTEM_SOCKET]))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """How commands reach a daemon elsewhere: the table [client] of the file."""
+
+    key: str | None = setting(text(), "API key for a daemon at --host.", env="QUANTD_KEY")
+
+
+def client_key(env: Mapping[str, str] | None = None) -> str | None:
+    """The API key of this user's commands. Raises ConfigError."""
+    env = os.environ if env is None else env
+    path, table = _read_file(None, env)
+    return ClientConfig(
+        **_gather(ClientConfig, {}, env, f"{path}: client.", _part(table, "client", path))
+    ).key
+
+
+def _read_file(file: Path | None, env: Mapping[str, str]) -> tuple[Path | None, dict[str, Any]]:
+    """The file that counts, and what it says: the one given, else that of the environment, else the usual."""
+    path = file or (Path(env["QUANTD_CONFIG"]).expanduser() if env.get("QUANTD_CONFIG") else None)
+    usual = Paths.from_env(env).config
+    if path is None and usual.exists():
+        path = usual
+    return path, {} if path is None else _read_toml(path)
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

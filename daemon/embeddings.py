@@ -70,12 +70,20 @@ def token_ids(tokenizer: Tokenizer, request: EmbeddingRequest, limit: int) -> li
 
 
 def engine_requests(
-    info: ModelInfo, id: str, prompts: Sequence[list[int]], params: EmbeddingParams, context_len: int | None
+    info: ModelInfo,
+    id: str,
+    prompts: Sequence[list[int]],
+    params: EmbeddingParams,
+    context_len: int | None,
+    salt: str,
 ) -> list[Request]:
-    """An engine's request for each prompt. Raises RequestError, ContextLengthError, naming the input."""
+    """An engine's request for each prompt, all of the same salt.
+
+    Raises RequestError, ContextLengthError, naming the input.
+    """
     sampling = SamplingParams(max_tokens=0)
     requests = [
-        Request(id=f"{id}-{index}", prompt=prompt, sampling=sampling, embedding=params)
+        Request(id=f"{id}-{index}", prompt=prompt, sampling=sampling, salt=salt, embedding=params)
         for index, prompt in enumerate(prompts)
     ]
     for index, request in enumerate(requests):

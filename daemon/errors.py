@@ -48,6 +48,26 @@ class NotServedError(QuantdError):
     """This daemon does not do what was asked, whatever the request."""
 
 
+class KeyNeededError(QuantdError):
+    """A request brings no API key, or none that counts, where one is needed."""
+
+
+class NotAllowedError(QuantdError):
+    """A client asks for what it has no right to; the message says who has."""
+
+
+class ForeignSiteError(QuantdError):
+    """A web page of another site reached a port of this machine."""
+
+
+class KeyFileError(QuantdError):
+    """The file of API keys cannot be used; the message names it and the reason."""
+
+
+class KeyNotFoundError(QuantdError):
+    """There is no API key of this name."""
+
+
 class OverloadedError(QuantdError):
     """Too much waits already; try again later."""
 

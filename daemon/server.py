@@ -17,12 +17,15 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
+from quantd.daemon.access.keys import KeyFile
+from quantd.daemon.access.peers import is_local
 from quantd.daemon.app import make_app, make_runner
 from quantd.daemon.config import ServeConfig
 from quantd.daemon.control import Control
 from quantd.daemon.errors import ListenError
+from quantd.daemon.http_connection import Site
+from quantd.daemon.limits import Limits
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import LoadTokenizer, Models
 from quantd.daemon.service import Service
@@ -50,18 +53,10 @@ def run_server(config: ServeConfig) -> int:
     at once and gives 1. Raises ListenError, and ModelNotFoundError for a model to preload.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
-    logging.getLogger("aiohttp.server").addFilter(_tell_bad_http_in_a_line)
     with contextlib.ExitStack() as opened:
         listeners = _listen(config, opened)
+        _check_reach(listeners, config.access.key_file(config.paths.state))
         return asyncio.run(_serve(config, listeners))
-
-
-def _tell_bad_http_in_a_line(record: logging.LogRecord) -> bool:
-    """What a client gets wrong in HTTP itself is no fault of ours, which a trace would look like."""
-    error = record.exc_info[1] if record.exc_info else None
-    if isinstance(error, HttpProcessingError):
-        record.msg, record.args, record.exc_info = "not HTTP: %s", (" ".join(str(error).split())[:200],), None
-    return True
 
 
 def _listen(config: ServeConfig, opened: contextlib.ExitStack) -> list[socket.socket]:
@@ -70,12 +65,23 @@ def _listen(config: ServeConfig, opened: contextlib.ExitStack) -> list[socket.so
     if listeners:
         return listeners
     if config.socket is not None:
-        listeners.append(opened.enter_context(unix_socket(config.socket)))
+        group = config.access.socket_group
+        listeners.append(opened.enter_context(unix_socket(config.socket, group)))
     if config.port is not None:
         listeners += opened.enter_context(tcp_sockets(config.host, config.port))
     if not listeners:
         raise ListenError("nothing to listen on: give --socket or --port")
     return listeners
+
+
+def _check_reach(listeners: list[socket.socket], keys: KeyFile) -> None:
+    """Raises ListenError for an address that other machines reach where there are no API keys."""
+    open_to_others = [name_of(sock) for sock in listeners if not is_local(sock)]
+    if open_to_others and not keys.all():
+        raise ListenError(
+            f"{', '.join(open_to_others)}: other machines can reach this, and there are no API keys in "
+            f"{keys.path}. Make one first: quantd key add NAME; or listen on 127.0.0.1 alone"
+        )
 
 
 async def _serve(config: ServeConfig, listeners: list[socket.socket]) -> int:
@@ -99,12 +105,14 @@ def _models(config: ServeConfig, load_tokenizer: LoadTokenizer) -> Models:
 
 async def _serve_models(config: ServeConfig, listeners: list[socket.socket], models: Models) -> int:
     preload = None if config.model is None else models.store.get(config.model).name
-    service = Service(models, Metrics(), config.max_queue)
+    limits = config.limits
+    service = Service(models, Metrics(), limits.max_queue, limits.max_client_queue)
     version, names = importlib.metadata.version("quantd"), [name_of(sock) for sock in listeners]
     control = Control(models, version, config.paths.state, config.paths.prefixes, names)
     abort = _handle_signals(control.stop)
     notifier = Notifier(config.supervision.notify_address)
-    async with _running(make_app(service, control), listeners) as runner:
+    app = make_app(service, control, config.access.access(config.paths.state), limits=limits)
+    async with _running(app, listeners, limits) as runner:
         print("READY", *control.listening, file=sys.stderr, flush=True)
         notifier.ready()
         asides = [asyncio.create_task(work) for work in _asides(config, models, preload, notifier, control)]
@@ -150,13 +158,15 @@ def engine_config(config: ServeConfig, path: Path, options: Mapping[str, Any]) -
 
 
 @contextlib.asynccontextmanager
-async def _running(app: web.Application, listeners: list[socket.socket]) -> AsyncIterator[web.AppRunner]:
+async def _running(
+    app: web.Application, listeners: list[socket.socket], limits: Limits
+) -> AsyncIterator[web.AppRunner]:
     """The app behind its sockets."""
     runner = make_runner(app)
     await runner.setup()
     try:
         for listener in listeners:
-            await web.SockSite(runner, listener).start()
+            await Site(runner, listener, limits).start()
         yield runner
     finally:
         await runner.cleanup()

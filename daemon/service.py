@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from quantd.daemon.access.scope import Client
+from quantd.daemon.admission import Admission
 from quantd.daemon.chat_format import AnswerRules, ChatFormat, Prompt
 from quantd.daemon.choice import Choice, Echo
 from quantd.daemon.constraints import Constraint
@@ -29,7 +32,6 @@ from quantd.daemon.embeddings import (
     token_ids,
 )
 from quantd.daemon.engine_options import completed, context_len_of, engine_sampling
-from quantd.daemon.errors import OverloadedError
 from quantd.daemon.generation import Generation
 from quantd.daemon.grammar_check import GrammarChecker
 from quantd.daemon.loaded_model import LoadedModel
@@ -67,18 +69,30 @@ class _Prompts:
 
 
 class Service:
-    """Answers requests with models that it loads as needed. max_queue: choices that may be under way."""
+    """Answers requests with models that it loads as needed.
 
-    def __init__(self, models: Models, metrics: Metrics, max_queue: int) -> None:
+    max_queue, max_client_queue: choices that may be under way, of all clients and of one.
+    """
+
+    def __init__(
+        self, models: Models, metrics: Metrics, max_queue: int, max_client_queue: int | None = None
+    ) -> None:
         self.models = models
         self.metrics = metrics
-        self._closing = False
-        self._max_queue = max_queue
-        self._num_choices = 0
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._admission = Admission(max_queue, max_client_queue)
+        self._client = ""
         self._checker = GrammarChecker()
         models.on_gone = lambda entry: self._checker.forget(Path(entry.config.model_path))
+
+    def of(self, client: Client) -> Service:
+        """The same service as one client has it, whose prompts share nothing with those of others."""
+        own = copy.copy(self)
+        own._client = client.id
+        return own
+
+    def forget(self, model: LoadedModel, prompt: Sequence[int]) -> None:
+        """Take a prompt of this client out of a model's prefix cache."""
+        model.engine.forget(prompt, self._salt())
 
     async def close(self) -> None:
         """End what helps with requests, of which none is under way any more."""
@@ -143,13 +157,14 @@ class Service:
         """
         with ExitStack() as held:
             started = time.monotonic()
-            at_once = min(len(request.inputs), MOST_AT_ONCE, self._max_queue)
+            at_once = min(len(request.inputs), MOST_AT_ONCE, self._admission.most)
             model = await self._acquire(request.model, at_once, held, request.keep_alive)
             loaded = time.monotonic()
             info, params = model.engine.info, model.head.params(request.dimensions, request.normalize)
             size = sum(len(item) for item in request.inputs if isinstance(item, str))
             prompts = await in_time(size, lambda: token_ids(model.tokenizer, request, info.max_request_len))
-            requests = engine_requests(info, uuid.uuid4().hex, prompts, params, request.context_len)
+            id, salt = uuid.uuid4().hex, self._salt()
+            requests = engine_requests(info, id, prompts, params, request.context_len, salt)
             events = await embed(model.engine, requests, at_once)
             usage = Usage(
                 prompt_tokens=sum(map(len, prompts)),
@@ -173,41 +188,24 @@ class Service:
 
     def refuse_new(self) -> None:
         """Take no more requests; those under way go on."""
-        self._closing = True
+        self._admission.refuse_new()
 
     async def wait_idle(self) -> None:
         """Return once no request is under way."""
-        await self._idle.wait()
+        await self._admission.wait_idle()
 
     async def _acquire(
         self, name: str | None, num_choices: int, held: ExitStack, keep_alive: float | None = None
     ) -> LoadedModel:
         """The model, held and counted until `held` is closed; it stays in memory for `keep_alive` then."""
-        if self._closing:
-            raise OverloadedError("the daemon is stopping")
-        if num_choices > self._max_queue:
-            raise RequestError(
-                f"n: {num_choices} answers at once are more than this daemon ever takes, which is "
-                f"{self._max_queue} (max_queue)",
-                "n",
-            )
-        if self._num_choices + num_choices > self._max_queue:
-            raise OverloadedError(
-                f"{self._num_choices} requests are under way and {num_choices} more would pass the limit of "
-                f"{self._max_queue} (max_queue); try again later"
-            )
-        self._count(num_choices)
-        held.callback(self._count, -num_choices)
+        self._admission.enter(self._client, num_choices, held)
         model = await self.models.acquire(name)
         held.callback(model.release, keep_alive)
         return model
 
-    def _count(self, change: int) -> None:
-        self._num_choices += change
-        if self._num_choices:
-            self._idle.clear()
-        else:
-            self._idle.set()
+    def _salt(self, asked: str = "") -> str:
+        """What keeps a client's prompts apart in the prefix cache: no id has a zero in it."""
+        return f"{self._client}\0{asked}"
 
     async def _chat_grammar(
         self, model: LoadedModel, chat: ChatFormat, prompt: Prompt, rules: AnswerRules
@@ -264,7 +262,7 @@ class Service:
                 id=f"{generation_id}-{index}",
                 prompt=ids,
                 sampling=engine_sampling(options, model, number, echoed is not None, len(ids), grammar),
-                salt=options.cache_salt,
+                salt=self._salt(options.cache_salt),
                 lasting=options.lasting,
                 reports_progress=options.reports_progress,
             )

@@ -125,6 +125,23 @@ def socket_path() -> Kind:
     return Kind("PATH", 'a path, or "off"', lambda value: _unless_off(value, _path))
 
 
+def file_path() -> Kind:
+    """The path of a file, made absolute."""
+    return Kind("PATH", "a path", _path)
+
+
+def names() -> Kind:
+    """A list of names: in one text with commas, or in the file as a list too."""
+
+    def parse(value: object) -> object:
+        found = value.split(",") if isinstance(value, str) else value
+        if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+            raise ValueError(value)
+        return tuple(item.strip() for item in found if item.strip())
+
+    return Kind("A,B,...", "names with commas between them", parse)
+
+
 def seconds() -> Kind:
     """A time of at least 0 seconds."""
 

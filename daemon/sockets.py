@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import socket
 import stat
 from collections.abc import Iterator
@@ -19,16 +20,18 @@ _BACKLOG = 512
 
 
 @contextlib.contextmanager
-def unix_socket(path: Path) -> Iterator[socket.socket]:
+def unix_socket(path: Path, group: str | None = None) -> Iterator[socket.socket]:
     """A listening Unix socket, mode 0660 from the moment of its bind; the file goes with it at the end.
 
-    The file of a daemon that is gone is replaced: nobody accepts there, which a refused connection
-    proves. Raises ListenError for a path that is too long, in use, or something else than a socket.
+    group: that of the file, whose members may connect; None: that of this process. The file of a daemon that
+    is gone is replaced: nobody accepts there, which a refused connection proves. Raises ListenError
+    for a path that is too long, in use, or something else than a socket, and for a group that is not there
+    or not ours to give.
     """
     if len(os.fsencode(path)) > _MAX_PATH:
         raise ListenError(f"{path}: too long for a Unix socket, which takes {_MAX_PATH} bytes")
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
-        own = _bind_unix(listener, path)
+        own = _bind_unix(listener, path, group)
         try:
             yield listener
         finally:
@@ -37,7 +40,7 @@ def unix_socket(path: Path) -> Iterator[socket.socket]:
                     path.unlink()
 
 
-def _bind_unix(listener: socket.socket, path: Path) -> int:
+def _bind_unix(listener: socket.socket, path: Path, group: str | None) -> int:
     """Bind and listen; the inode of the socket file. One daemon at a time does this in a folder."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,8 +52,12 @@ def _bind_unix(listener: socket.socket, path: Path) -> int:
         fcntl.flock(folder, fcntl.LOCK_EX)
         _clear_away(path)
         listener.bind(str(path))
+        if group is not None:
+            shutil.chown(path, group=group)
         listener.listen(_BACKLOG)
         return path.stat().st_ino
+    except LookupError as error:
+        raise ListenError(f"{path}: there is no group {group!r} to give it to") from error
     except OSError as error:
         raise ListenError(f"{path}: cannot be bound: {error.strerror}") from error
     finally:

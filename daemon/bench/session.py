@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -54,12 +54,13 @@ async def run_loads(
     num_runs: int,
     on_load: Callable[[Load], object],
     seed: int = _SEED,
+    headers: Mapping[str, str] | None = None,
 ) -> list[Result]:
     """Measure a loaded model, one load after another, each `num_runs` times; `on_load` is told of each.
 
-    seed: of the prompts. Raises DaemonError.
+    seed: of the prompts. headers: of all requests. Raises DaemonError.
     """
-    async with Session(address, model, seed) as session:
+    async with Session(address, model, seed, headers or {}) as session:
         await session.warm_up(info)
         results = []
         for load in loads:
@@ -75,7 +76,7 @@ class Session:
     finds.
     """
 
-    def __init__(self, address: Address, model: str, seed: int) -> None:
+    def __init__(self, address: Address, model: str, seed: int, headers: Mapping[str, str]) -> None:
         self._model = model
         self._rng = Random(seed)
         self._salt = uuid.uuid4().hex
@@ -87,7 +88,7 @@ class Session:
             connector = aiohttp.TCPConnector(limit=0)
             url = "http://{}:{}".format(f"[{address[0]}]" if ":" in address[0] else address[0], address[1])
         timeout = aiohttp.ClientTimeout(total=None, sock_read=_SILENCE_SECONDS)
-        self._http = aiohttp.ClientSession(url, connector=connector, timeout=timeout)
+        self._http = aiohttp.ClientSession(url, connector=connector, timeout=timeout, headers=headers)
 
     async def __aenter__(self) -> Session:
         return self

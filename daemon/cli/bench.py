@@ -96,7 +96,7 @@ def _measure(
     def tell(load: Load) -> None:
         click.echo(f"measuring {load.kind}, clients: {load.num_clients} ...", err=True)
 
-    return asyncio.run(run_loads(client.address, name, info, loads, repeats, tell))
+    return asyncio.run(run_loads(client.address, name, info, loads, repeats, tell, headers=client.headers))
 
 
 def _as_dict(name: str, info: ModelInfo, results: Sequence[Result]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from quantd.daemon.config import client_key
 from quantd.daemon.errors import ConfigError, DaemonError, NoDaemonError
 
 _CONTROL_TIMEOUT = 60.0
@@ -31,10 +32,13 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class DaemonClient:
-    """A daemon at one address: the path of a Unix socket, or (host, port)."""
+    """A daemon at one address: the path of a Unix socket, or (host, port). key: sent over TCP alone."""
 
-    def __init__(self, address: Path | tuple[str, int]) -> None:
+    def __init__(self, address: Path | tuple[str, int], key: str | None = None) -> None:
         self.address = address
+        self.headers = {"Content-Type": "application/json"}
+        if key is not None and isinstance(address, tuple):
+            self.headers["Authorization"] = f"Bearer {key}"
 
     @property
     def url(self) -> str:
@@ -51,6 +55,11 @@ class DaemonClient:
     def post(self, path: str, body: object, timeout: float = _CONTROL_TIMEOUT) -> Any:
         """The JSON that POST answers in so many seconds. Raises DaemonError, NoDaemonError."""
         with self._exchange("POST", path, body, timeout) as response:
+            return _decode(response.read())
+
+    def delete(self, path: str) -> Any:
+        """The JSON that DELETE answers. Raises DaemonError, NoDaemonError."""
+        with self._exchange("DELETE", path, None, _CONTROL_TIMEOUT) as response:
             return _decode(response.read())
 
     def lines(self, path: str, body: object) -> Iterator[Any]:
@@ -83,7 +92,7 @@ class DaemonClient:
         try:
             connection.sock.settimeout(timeout)
             payload = None if body is None else _encode(body)
-            connection.request(method, path, payload, {"Content-Type": "application/json"})
+            connection.request(method, path, payload, self.headers)
             response = connection.getresponse()
             if response.status >= 400:
                 raise _refusal(response)
@@ -110,11 +119,15 @@ class DaemonClient:
 
 
 def find_daemon(sockets: list[Path], host: str | None) -> DaemonClient:
-    """The first daemon that answers: at `host` ("HOST:PORT") if given, else on one of the sockets.
+    """The first daemon that answers: at `host` ("HOST:PORT", with the key of this user's configuration) if
+    given, else on one of the sockets.
 
     Raises NoDaemonError telling how to start one.
     """
-    clients = [DaemonClient(path) for path in sockets] if host is None else [DaemonClient(parse_host(host))]
+    if host is None:
+        clients = [DaemonClient(path) for path in sockets]
+    else:
+        clients = [DaemonClient(parse_host(host), client_key())]
     for client in clients:
         try:
             client.get("/quantd/version")

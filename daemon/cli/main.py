@@ -31,6 +31,7 @@ _COMMANDS = {
     "bench": "bench",
     "doctor": "doctor",
     "service": "service",
+    "key": "key",
     "tune": "tune",
 }
 

@@ -55,7 +55,7 @@ def run_command(
     paths = Paths.from_env()
     with daemon_for_command(socket, host, paths.log) as client:
         name, info = _load(client, name, pull)
-        if verbose:
+        if verbose and info is not None:
             click.echo(f"{name} over {client.url}: {describe(info)}", err=True)
         given = {key: value for key, value in sampling.items() if value is not None}
         # A script gets the same answer each time; a chat samples as the model's authors mean it to.
@@ -82,11 +82,16 @@ def _prompt(argument: str | None) -> str | None:
     return text
 
 
-def _load(client: DaemonClient, name: str, pull: bool) -> tuple[str, ModelInfo]:
-    """Load the model; one that is missing is fetched first where the user wants that. Its name, and info."""
+def _load(client: DaemonClient, name: str, pull: bool) -> tuple[str, ModelInfo | None]:
+    """Load the model; one that is missing is fetched first where the user wants that. Its name, and info.
+
+    Who has no right to load gets no info: then the first question has the model loaded.
+    """
     try:
         return name, load_model(client, name)
     except DaemonError as error:
+        if error.code == "not_allowed":
+            return name, None
         if error.code != "model_not_found" or not (pull or _wants_pull(name)):
             raise
     fetched = pull_model(name, None).name

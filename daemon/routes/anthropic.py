@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.routes.content import Content, events_of, json_of
-from quantd.daemon.routes.keys import SERVICE, TIMING
+from quantd.daemon.routes.keys import TIMING, service_of
 from quantd.daemon.routes.route import MODEL_REFUSALS, Handler, Route
 from quantd.daemon.sections import collect_sections
 from quantd.daemon.wire import anthropic
@@ -20,7 +21,7 @@ from quantd.daemon.wire.stream import send_stream
 
 async def messages(request: web.Request, body: MessagesBody) -> web.StreamResponse:
     """POST /v1/messages"""
-    starting = request.app[SERVICE].chat(body.neutral())
+    starting = service_of(request).chat(body.neutral())
     if body.streams:
         frames = anthropic.MessageStream(body.caches)
         return await send_stream(request, starting, frames, request.app[TIMING])
@@ -32,7 +33,7 @@ async def messages(request: web.Request, body: MessagesBody) -> web.StreamRespon
 
 async def count_tokens(request: web.Request, body: CountBody) -> web.StreamResponse:
     """POST /v1/messages/count_tokens"""
-    prompt = await request.app[SERVICE].prompt(body.neutral())
+    prompt = await service_of(request).prompt(body.neutral())
     return json_response({"input_tokens": len(prompt.ids)})
 
 
@@ -41,6 +42,7 @@ def _route(path: str, handler: Handler, body: type[msgspec.Struct], *contents: C
         "POST",
         path,
         handler,
+        Scope.INFER,
         body,
         versioned=True,
         errors=anthropic.error_object,

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.loaded_model import ModelEntry
 from quantd.daemon.routes.content import TEXT, json_of, lines_of
-from quantd.daemon.routes.keys import CONTROL, SERVICE
+from quantd.daemon.routes.keys import CONTROL, service_of
 from quantd.daemon.routes.route import MODEL_REFUSALS, Route
 from quantd.daemon.wire.control_replies import Asleep, Awake, LoadLine, Status, Stopping, Unloaded, Version
 from quantd.daemon.wire.errors import fault_of, json_response, openai_error
@@ -108,25 +109,34 @@ async def stop(request: web.Request) -> web.StreamResponse:
 
 async def metrics(request: web.Request) -> web.StreamResponse:
     """GET /metrics"""
-    service = request.app[SERVICE]
+    service = service_of(request)
     page = service.metrics.render(await service.models.stats())
     return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
 CONTROL_ROUTES: Sequence[Route] = (
-    Route("GET", "/metrics", metrics, contents=[TEXT]),
-    Route("GET", "/quantd/version", version, contents=[json_of(Version)]),
-    Route("GET", "/quantd/status", status, contents=[json_of(Status)]),
+    Route("GET", "/metrics", metrics, Scope.INFER, contents=[TEXT]),
+    Route("GET", "/quantd/version", version, Scope.INFER, contents=[json_of(Version)]),
+    Route("GET", "/quantd/status", status, Scope.INFER, contents=[json_of(Status)]),
     Route(
         "POST",
         "/quantd/load",
         load,
+        Scope.ADMIN,
         ModelBody,
         contents=[lines_of(LoadLine)],
         refusals=MODEL_REFUSALS,
     ),
-    Route("POST", "/quantd/unload", unload, ModelBody, refusals=(404,), contents=[json_of(Unloaded)]),
-    Route("POST", "/quantd/sleep", sleep, contents=[json_of(Asleep)]),
-    Route("POST", "/quantd/wake", wake, contents=[json_of(Awake)]),
-    Route("POST", "/quantd/stop", stop, contents=[json_of(Stopping)]),
+    Route(
+        "POST",
+        "/quantd/unload",
+        unload,
+        Scope.ADMIN,
+        ModelBody,
+        refusals=(404,),
+        contents=[json_of(Unloaded)],
+    ),
+    Route("POST", "/quantd/sleep", sleep, Scope.ADMIN, contents=[json_of(Asleep)]),
+    Route("POST", "/quantd/wake", wake, Scope.ADMIN, contents=[json_of(Awake)]),
+    Route("POST", "/quantd/stop", stop, Scope.ADMIN, contents=[json_of(Stopping)]),
 )

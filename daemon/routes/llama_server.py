@@ -9,12 +9,13 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.answers import collect
 from quantd.daemon.embeddings import floats
 from quantd.daemon.errors import NoInfillError, NotServedError
 from quantd.daemon.generation import Generation
 from quantd.daemon.routes.content import Content, events_of, json_of
-from quantd.daemon.routes.keys import CONTROL, SERVICE, SLOTS, TIMING
+from quantd.daemon.routes.keys import CONTROL, TIMING, service_of, slots_of
 from quantd.daemon.routes.llama_server_slots import SLOT_ROUTES
 from quantd.daemon.routes.route import MODEL_REFUSALS, Handler, Route
 from quantd.daemon.wire import llama_server
@@ -36,13 +37,13 @@ from quantd.engine.errors import RequestError
 
 async def completion(request: web.Request, body: CompletionBody) -> web.StreamResponse:
     """POST /completion"""
-    return await _answer(request, body, request.app[SERVICE].complete(body.neutral()))
+    return await _answer(request, body, service_of(request).complete(body.neutral()))
 
 
 async def infill(request: web.Request, body: InfillBody) -> web.StreamResponse:
     """POST /infill"""
     try:
-        return await _answer(request, body, request.app[SERVICE].infill(body.neutral()))
+        return await _answer(request, body, service_of(request).infill(body.neutral()))
     except NoInfillError as error:
         raise NotServedError(str(error)) from error
 
@@ -53,7 +54,7 @@ async def _answer(
     async def start() -> Generation:
         generation = await starting
         if body.caches:
-            request.app[SLOTS].note(generation.head.model, body.slot, generation.request(0).prompt)
+            slots_of(request).note(generation.head.model, body.slot, generation.request(0).prompt)
         frames.watch(generation)
         return generation
 
@@ -66,13 +67,13 @@ async def _answer(
 
 async def tokenize(request: web.Request, body: TokenizeBody) -> web.StreamResponse:
     """POST /tokenize"""
-    async with request.app[SERVICE].model(body.model) as model:
+    async with service_of(request).model(body.model) as model:
         return json_response({"tokens": await asyncio.to_thread(body.tokens, model.tokenizer)})
 
 
 async def detokenize(request: web.Request, body: DetokenizeBody) -> web.StreamResponse:
     """POST /detokenize"""
-    async with request.app[SERVICE].model(body.model) as model:
+    async with service_of(request).model(body.model) as model:
         body.check(model.engine.info.vocab_size)
         text = await asyncio.to_thread(model.tokenizer.decode, body.tokens, special=True)
         return json_response({"content": text})
@@ -80,13 +81,13 @@ async def detokenize(request: web.Request, body: DetokenizeBody) -> web.StreamRe
 
 async def apply_template(request: web.Request, body: ChatBody) -> web.StreamResponse:
     """POST /apply-template, whose body is that of /v1/chat/completions"""
-    prompt = await request.app[SERVICE].prompt(body.neutral())
+    prompt = await service_of(request).prompt(body.neutral())
     return json_response({"prompt": prompt.text})
 
 
 async def embedding(request: web.Request, body: EmbeddingBody) -> web.StreamResponse:
     """POST /embedding"""
-    found = await request.app[SERVICE].embed(body.neutral())
+    found = await service_of(request).embed(body.neutral())
     vectors = [{"index": index, "embedding": [floats(item)]} for index, item in enumerate(found.vectors)]
     return await asyncio.to_thread(json_response, vectors)
 
@@ -98,7 +99,7 @@ async def rerank(request: web.Request) -> web.StreamResponse:
 
 async def props(request: web.Request, query: PropsQuery) -> web.StreamResponse:
     """GET /props; a model that is not loaded is, unless ?autoload=false."""
-    service = request.app[SERVICE]
+    service = service_of(request)
     if query.autoload is False:
         _check_loaded(request, query.model)
     async with service.model(query.model) as model:
@@ -107,14 +108,14 @@ async def props(request: web.Request, query: PropsQuery) -> web.StreamResponse:
 
 
 def _check_loaded(request: web.Request, name: str | None) -> None:
-    loaded = [entry.name for entry in request.app[SERVICE].models.entries if entry.model is not None]
+    loaded = [entry.name for entry in service_of(request).models.entries if entry.model is not None]
     if not loaded or name not in (None, "default", *loaded):
         raise RequestError(f"{name or 'no model'} is not loaded", "model")
 
 
 async def health(request: web.Request) -> web.StreamResponse:
     """GET /health: 503 as long as models load and none is ready yet; no model at all is no harm."""
-    entries = request.app[SERVICE].models.entries
+    entries = service_of(request).models.entries
     if any(entry.state == "loading" for entry in entries) and not any(entry.model for entry in entries):
         return json_response(llama_server.llama_error(Fault(503, "Loading model")), 503)
     return json_response({"status": "ok"})
@@ -130,10 +131,12 @@ def _route(
     path: str,
     handler: Handler,
     *contents: Content,
+    scope: Scope = Scope.INFER,
     body: type[msgspec.Struct] | None = None,
     **rest: Any,
 ) -> Route:
-    return Route(method, path, handler, body, contents=contents, errors=llama_server.llama_error, **rest)
+    errors = llama_server.llama_error
+    return Route(method, path, handler, scope, body, contents=contents, errors=errors, **rest)
 
 
 def _answers(path: str, handler: Handler, body: type[msgspec.Struct], *contents: Content) -> Route:
@@ -147,7 +150,9 @@ _COMPLETION = (
 
 
 LLAMA_SERVER_ROUTES: Sequence[Route] = (
-    _route("GET", "/health", health, json_of(replies.Health), versioned=True, refusals=(503,)),
+    _route(
+        "GET", "/health", health, json_of(replies.Health), scope=Scope.PUBLIC, versioned=True, refusals=(503,)
+    ),
     _answers("/completion", completion, CompletionBody, *_COMPLETION),
     _route("POST", "/infill", infill, *_COMPLETION, body=InfillBody, refusals=(*MODEL_REFUSALS, 501)),
     _answers("/tokenize", tokenize, TokenizeBody, json_of(replies.Tokens)),

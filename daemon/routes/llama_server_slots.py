@@ -9,10 +9,11 @@ from typing import Any
 
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.answers import collect
 from quantd.daemon.requests import CompletionRequest, Options
 from quantd.daemon.routes.content import json_of
-from quantd.daemon.routes.keys import SERVICE, SLOTS
+from quantd.daemon.routes.keys import service_of, slots_of
 from quantd.daemon.routes.route import MODEL_REFUSALS, Route
 from quantd.daemon.wire import llama_server
 from quantd.daemon.wire.errors import Fault, json_response
@@ -24,8 +25,8 @@ from quantd.engine.request import SamplingParams
 
 async def list_slots(request: web.Request, query: SlotsQuery) -> web.StreamResponse:
     """GET /slots: as many as requests may run at a time. With ?fail_on_no_slot=1, 503 if all are taken."""
-    models = request.app[SERVICE].models
-    async with request.app[SERVICE].model(query.model) as model:
+    models = service_of(request).models
+    async with service_of(request).model(query.model) as model:
         num_slots = models.entry(model.name).config.max_num_requests
         stats = await model.engine.stats()
         num_busy = stats.num_running + stats.num_waiting
@@ -42,8 +43,8 @@ async def act_on_slot(request: web.Request, body: SlotBody, query: SlotQuery) ->
 
 async def _save(request: web.Request, body: SlotBody, slot: int) -> dict[str, Any]:
     started = time.perf_counter()
-    async with request.app[SERVICE].model(body.model) as model:
-        file = await asyncio.to_thread(request.app[SLOTS].save, model.name, slot, body.filename)
+    async with service_of(request).model(body.model) as model:
+        file = await asyncio.to_thread(slots_of(request).save, model.name, slot, body.filename)
     milliseconds = 1000 * (time.perf_counter() - started)
     return {
         "id_slot": slot,
@@ -57,7 +58,7 @@ async def _save(request: web.Request, body: SlotBody, slot: int) -> dict[str, An
 async def _restore(request: web.Request, body: SlotBody, slot: int) -> dict[str, Any]:
     """Have the saved prompt computed, unless the prefix cache holds it still; then answer."""
     started = time.perf_counter()
-    file = await asyncio.to_thread(request.app[SLOTS].load, body.filename)
+    file = await asyncio.to_thread(slots_of(request).load, body.filename)
     name, tokens = file.prompt.model, file.prompt.tokens
     if body.model not in (None, name):
         raise RequestError(
@@ -65,9 +66,9 @@ async def _restore(request: web.Request, body: SlotBody, slot: int) -> dict[str,
         )
     options = Options(sampling=SamplingParams(max_tokens=0))
     asked = CompletionRequest(model=name, prompts=[tokens], options=options)
-    async with await request.app[SERVICE].complete(asked) as generation:
+    async with await service_of(request).complete(asked) as generation:
         await collect(generation)
-    request.app[SLOTS].note(name, slot, tokens)
+    slots_of(request).note(name, slot, tokens)
     milliseconds = 1000 * (time.perf_counter() - started)
     return {
         "id_slot": slot,
@@ -80,9 +81,9 @@ async def _restore(request: web.Request, body: SlotBody, slot: int) -> dict[str,
 
 async def _erase(request: web.Request, body: SlotBody, slot: int) -> dict[str, Any]:
     """Forget the prompt, in the prefix cache too."""
-    async with request.app[SERVICE].model(body.model) as model:
-        tokens = request.app[SLOTS].erase(model.name, slot)
-        model.engine.forget(tokens)
+    async with service_of(request).model(body.model) as model:
+        tokens = slots_of(request).erase(model.name, slot)
+        service_of(request).forget(model, tokens)
         return {"id_slot": slot, "n_erased": len(tokens)}
 
 
@@ -97,6 +98,7 @@ SLOT_ROUTES: Sequence[Route] = (
         "GET",
         "/slots",
         list_slots,
+        Scope.INFER,
         query=SlotsQuery,
         contents=[json_of(list[Slot])],
         errors=llama_server.llama_error,
@@ -106,6 +108,7 @@ SLOT_ROUTES: Sequence[Route] = (
         "POST",
         r"/slots/{slot:\d{1,4}}",
         act_on_slot,
+        Scope.INFER,
         SlotBody,
         SlotQuery,
         contents=[json_of(SlotAction)],

@@ -7,10 +7,11 @@ from typing import Any
 
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.model_card import ModelCard
 from quantd.daemon.routes.content import json_of
-from quantd.daemon.routes.keys import CARDS, SERVICE
+from quantd.daemon.routes.keys import CARDS, service_of
 from quantd.daemon.routes.route import Route
 from quantd.daemon.store import plain_name
 from quantd.daemon.wire import anthropic, openai
@@ -41,7 +42,7 @@ async def show_model(request: web.Request) -> web.StreamResponse:
 async def _models(request: web.Request) -> dict[str, dict[str, Any]]:
     """All models by name, in the form that the request's dialect has for them."""
     cards = request.app[CARDS]
-    loaded = {entry.name: entry.model for entry in request.app[SERVICE].models.entries}
+    loaded = {entry.name: entry.model for entry in service_of(request).models.entries}
 
     def told(card: ModelCard) -> dict[str, Any]:
         stored, context_len = card.stored, cards.context_len(card)
@@ -53,6 +54,15 @@ async def _models(request: web.Request) -> dict[str, dict[str, Any]]:
 
 
 MODEL_ROUTES: Sequence[Route] = (
-    Route("GET", "/models", list_models, versioned=True, contents=[json_of(ModelList, ModelPage)]),
-    Route("GET", "/models/{id:.+}", show_model, versioned=True, contents=[json_of(ModelObject, ListedModel)]),
+    Route(
+        "GET", "/models", list_models, Scope.INFER, versioned=True, contents=[json_of(ModelList, ModelPage)]
+    ),
+    Route(
+        "GET",
+        "/models/{id:.+}",
+        show_model,
+        Scope.INFER,
+        versioned=True,
+        contents=[json_of(ModelObject, ListedModel)],
+    ),
 )

@@ -10,13 +10,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.answers import collect
 from quantd.daemon.durations import LONGEST
 from quantd.daemon.generation import Generation
 from quantd.daemon.loaded_model import LoadedModel, ModelEntry
 from quantd.daemon.requests import ChatRequest, CompletionRequest, InfillRequest
 from quantd.daemon.routes.content import Content, json_of, lines_of
-from quantd.daemon.routes.keys import CARDS, SERVICE, TIMING
+from quantd.daemon.routes.keys import CARDS, TIMING, service_of
 from quantd.daemon.routes.route import MODEL_REFUSALS, Handler, Route
 from quantd.daemon.service import Service
 from quantd.daemon.wire import ollama, ollama_models
@@ -57,7 +58,7 @@ async def chat(request: web.Request, body: ChatBody) -> web.StreamResponse:
 async def _answer(
     request: web.Request, body: GenerateBody | ChatBody, piece: ollama.Piece
 ) -> web.StreamResponse:
-    service, model = request.app[SERVICE], required(body.model)
+    service, model = service_of(request), required(body.model)
     card = await request.app[CARDS].get(model)
     if body.asks_nothing:
         reason = await _load_or_unload(service, model, body.stay)
@@ -95,7 +96,7 @@ async def _load_or_unload(service: Service, model: str, stay: float | None) -> s
 
 async def embed(request: web.Request, body: EmbedBody) -> web.StreamResponse:
     """POST /api/embed"""
-    model, service = required(body.model), request.app[SERVICE]
+    model, service = required(body.model), service_of(request)
     if not body.inputs:
         await _load_or_unload(service, model, body.stay)
         return json_response({"model": model, "embeddings": []})
@@ -104,7 +105,7 @@ async def embed(request: web.Request, body: EmbedBody) -> web.StreamResponse:
 
 async def embeddings(request: web.Request, body: EmbeddingsBody) -> web.StreamResponse:
     """POST /api/embeddings"""
-    model, service = required(body.model), request.app[SERVICE]
+    model, service = required(body.model), service_of(request)
     if not body.inputs:
         await _load_or_unload(service, model, body.stay)
         return json_response({"embedding": []})
@@ -129,7 +130,7 @@ async def show(request: web.Request, body: ShowBody) -> web.StreamResponse:
 
 async def running(request: web.Request) -> web.StreamResponse:
     """GET /api/ps: the models in memory."""
-    entries = request.app[SERVICE].models.entries
+    entries = service_of(request).models.entries
     models = [await _running(request, entry, entry.model) for entry in reversed(entries) if entry.model]
     return json_response({"models": models})
 
@@ -160,17 +161,20 @@ def ollama_route(
     method: str,
     path: str,
     handler: Handler,
+    scope: Scope,
     *contents: Content,
     body: type[msgspec.Struct] | None = None,
     **rest: Any,
 ) -> Route:
     """A route that tells errors as Ollama does."""
     errors = ollama.error_object
-    return Route(method, path, handler, body, contents=contents, errors=errors, statuses=_STATUSES, **rest)
+    return Route(
+        method, path, handler, scope, body, contents=contents, errors=errors, statuses=_STATUSES, **rest
+    )
 
 
 def _answers(path: str, handler: Handler, body: type[msgspec.Struct], *contents: Content) -> Route:
-    return ollama_route("POST", path, handler, *contents, body=body, refusals=MODEL_REFUSALS)
+    return ollama_route("POST", path, handler, Scope.INFER, *contents, body=body, refusals=MODEL_REFUSALS)
 
 
 OLLAMA_ROUTES: Sequence[Route] = (
@@ -178,10 +182,12 @@ OLLAMA_ROUTES: Sequence[Route] = (
     _answers("/api/chat", chat, ChatBody, json_of(ChatAnswer), lines_of(ChatAnswer)),
     _answers("/api/embed", embed, EmbedBody, json_of(EmbedAnswer)),
     _answers("/api/embeddings", embeddings, EmbeddingsBody, json_of(EmbeddingsAnswer)),
-    ollama_route("GET", "/api/tags", tags, json_of(ModelTags)),
-    ollama_route("POST", "/api/show", show, json_of(ShownModel), body=ShowBody, refusals=(404, 500)),
-    ollama_route("GET", "/api/ps", running, json_of(RunningModels)),
-    ollama_route("GET", "/api/version", version, json_of(ApiVersion)),
-    ollama_route("GET", "/api/status", status, json_of(ApiStatus)),
-    ollama_route("POST", "/api/me", me, successes=(), refusals=(401,)),
+    ollama_route("GET", "/api/tags", tags, Scope.INFER, json_of(ModelTags)),
+    ollama_route(
+        "POST", "/api/show", show, Scope.INFER, json_of(ShownModel), body=ShowBody, refusals=(404, 500)
+    ),
+    ollama_route("GET", "/api/ps", running, Scope.INFER, json_of(RunningModels)),
+    ollama_route("GET", "/api/version", version, Scope.INFER, json_of(ApiVersion)),
+    ollama_route("GET", "/api/status", status, Scope.INFER, json_of(ApiStatus)),
+    ollama_route("POST", "/api/me", me, Scope.INFER, successes=(), refusals=(401,)),
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.library import Library
 from quantd.daemon.library_worker import Job, Pull
@@ -16,6 +17,7 @@ from quantd.daemon.routes.ollama import ollama_route
 from quantd.daemon.routes.route import Route
 from quantd.daemon.wire import ollama
 from quantd.daemon.wire.errors import json_response
+from quantd.daemon.wire.incoming import read_pieces
 from quantd.daemon.wire.lines import Lines, send_lines
 from quantd.daemon.wire.ollama_library import CopyBody, CreateBody, NameBody, PullBody, progress_line
 from quantd.daemon.wire.ollama_replies import ProgressLine
@@ -108,24 +110,21 @@ async def receive_blob(request: web.Request) -> web.StreamResponse:
     blobs, digest = request.app[LIBRARY].blobs, request.match_info["digest"]
     if blobs.path(digest).is_file():
         return web.Response()
-    await blobs.receive(digest, _body(request))
+    await blobs.receive(digest, read_pieces(request))
     return web.Response(status=201)
-
-
-async def _body(request: web.Request) -> AsyncIterator[bytes]:
-    async for data in request.content.iter_any():
-        yield data
 
 
 _ADD_REFUSALS = (400, 404, 500)
 _PROGRESS = json_of(ProgressLine), lines_of(ProgressLine)
 
 OLLAMA_LIBRARY_ROUTES: Sequence[Route] = (
-    ollama_route("POST", "/api/pull", pull, *_PROGRESS, body=PullBody, refusals=_ADD_REFUSALS),
-    ollama_route("POST", "/api/push", push, successes=(), refusals=(501,)),
-    ollama_route("POST", "/api/create", create, *_PROGRESS, body=CreateBody, refusals=_ADD_REFUSALS),
-    ollama_route("POST", "/api/copy", copy, body=CopyBody, refusals=_ADD_REFUSALS),
-    ollama_route("DELETE", "/api/delete", delete, body=NameBody, refusals=(404,)),
-    ollama_route("HEAD", "/api/blobs/{digest}", has_blob),
-    ollama_route("POST", "/api/blobs/{digest}", receive_blob, successes=(200, 201)),
+    ollama_route("POST", "/api/pull", pull, Scope.ADMIN, *_PROGRESS, body=PullBody, refusals=_ADD_REFUSALS),
+    ollama_route("POST", "/api/push", push, Scope.ADMIN, successes=(), refusals=(501,)),
+    ollama_route(
+        "POST", "/api/create", create, Scope.ADMIN, *_PROGRESS, body=CreateBody, refusals=_ADD_REFUSALS
+    ),
+    ollama_route("POST", "/api/copy", copy, Scope.ADMIN, body=CopyBody, refusals=_ADD_REFUSALS),
+    ollama_route("DELETE", "/api/delete", delete, Scope.ADMIN, body=NameBody, refusals=(404,)),
+    ollama_route("HEAD", "/api/blobs/{digest}", has_blob, Scope.ADMIN),
+    ollama_route("POST", "/api/blobs/{digest}", receive_blob, Scope.ADMIN, successes=(200, 201)),
 )

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.answers import collect
 from quantd.daemon.requests import InfillRequest
 from quantd.daemon.routes.content import Content, events_until_done, json_of
-from quantd.daemon.routes.keys import SERVICE, TIMING
+from quantd.daemon.routes.keys import TIMING, service_of
 from quantd.daemon.routes.route import MODEL_REFUSALS, Handler, Route
 from quantd.daemon.wire import openai
 from quantd.daemon.wire.errors import json_response
@@ -29,7 +30,7 @@ from quantd.daemon.wire.stream import send_stream
 
 async def chat_completions(request: web.Request, body: ChatBody) -> web.StreamResponse:
     """POST /v1/chat/completions"""
-    starting, scored = request.app[SERVICE].chat(body.neutral()), bool(body.logprobs)
+    starting, scored = service_of(request).chat(body.neutral()), bool(body.logprobs)
     if body.streams:
         frames = openai.ChatStream(scored, body.wants_usage, body.names_function)
         return await send_stream(request, starting, frames, request.app[TIMING])
@@ -41,7 +42,7 @@ async def chat_completions(request: web.Request, body: ChatBody) -> web.StreamRe
 
 async def completions(request: web.Request, body: CompletionBody) -> web.StreamResponse:
     """POST /v1/completions"""
-    service, asked, scored = request.app[SERVICE], body.neutral(), body.logprobs is not None
+    service, asked, scored = service_of(request), body.neutral(), body.logprobs is not None
     starting = service.infill(asked) if isinstance(asked, InfillRequest) else service.complete(asked)
     if body.streams:
         frames = openai.CompletionStream(scored, body.wants_usage)
@@ -53,7 +54,7 @@ async def completions(request: web.Request, body: CompletionBody) -> web.StreamR
 
 async def fim_completions(request: web.Request, body: FimBody) -> web.StreamResponse:
     """POST /v1/fim/completions: Mistral's path; the answer has the shape of a chat's."""
-    starting = request.app[SERVICE].infill(body.neutral())
+    starting = service_of(request).infill(body.neutral())
     if body.streams:
         frames = openai.ChatStream(False, body.wants_usage)
         return await send_stream(request, starting, frames, request.app[TIMING])
@@ -64,13 +65,22 @@ async def fim_completions(request: web.Request, body: FimBody) -> web.StreamResp
 
 async def embeddings(request: web.Request, body: EmbeddingBody) -> web.StreamResponse:
     """POST /v1/embeddings"""
-    found = await request.app[SERVICE].embed(body.neutral())
+    found = await service_of(request).embed(body.neutral())
     # Many vectors are megabytes of numbers, which take a while to write.
     return await asyncio.to_thread(lambda: json_response(body.reply(found)))
 
 
 def _route(path: str, handler: Handler, body: type[msgspec.Struct], *contents: Content) -> Route:
-    return Route("POST", path, handler, body, versioned=True, contents=contents, refusals=MODEL_REFUSALS)
+    return Route(
+        "POST",
+        path,
+        handler,
+        Scope.INFER,
+        body,
+        versioned=True,
+        contents=contents,
+        refusals=MODEL_REFUSALS,
+    )
 
 
 _CHAT = json_of(ChatCompletion), events_until_done(ChatChunk)

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.routes.content import JSON, Content, json_of
 from quantd.daemon.routes.keys import CONTROL, TABLE
 from quantd.daemon.routes.route import Route
@@ -123,8 +124,8 @@ def _content(route: Route, content: Content, schema_of: Mapping[Any, Mapping[str
 
 
 def _refusals(route: Route) -> Iterable[int]:
-    """Pages of foreign sites are refused by every route."""
-    yield 403
+    """Pages of foreign sites are refused by every route, and who needs a key or a right and has none."""
+    yield from (401, 403)
     yield from route.refusals
     if route.body is not None:
         yield from (400, 413, 415)
@@ -135,5 +136,5 @@ def _refusals(route: Route) -> Iterable[int]:
 
 
 OPENAPI_ROUTES: Sequence[Route] = (
-    Route("GET", "/openapi.json", openapi, contents=[json_of(dict[str, Any])]),
+    Route("GET", "/openapi.json", openapi, Scope.INFER, contents=[json_of(dict[str, Any])]),
 )

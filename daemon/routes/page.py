@@ -15,6 +15,7 @@ from pathlib import Path
 
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.routes.content import HTML, TEXT
 from quantd.daemon.routes.ollama import ollama_route
 from quantd.daemon.routes.route import Route
@@ -95,4 +96,4 @@ async def root(request: web.Request) -> web.StreamResponse:
     return web.Response(text="Ollama is running", headers={"Vary": "Accept"})
 
 
-PAGE_ROUTES: Sequence[Route] = (ollama_route("GET", "/", root, TEXT, HTML),)
+PAGE_ROUTES: Sequence[Route] = (ollama_route("GET", "/", root, Scope.PUBLIC, TEXT, HTML),)

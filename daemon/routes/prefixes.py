@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.models import Models
 from quantd.daemon.routes.keys import CONTROL, PREFIXES
 from quantd.daemon.routes.route import Route
@@ -62,7 +63,7 @@ async def _drop(models: Models, keys: Sequence[bytes] | None) -> None:
 
 
 PREFIX_ROUTES: Sequence[Route] = (
-    Route("GET", "/quantd/cache", prefixes),
-    Route("POST", "/quantd/cache/rm", remove, RemoveBody, refusals=(404,)),
-    Route("POST", "/quantd/cache/pin", pin, PinBody, refusals=(404,)),
+    Route("GET", "/quantd/cache", prefixes, Scope.ADMIN),
+    Route("POST", "/quantd/cache/rm", remove, Scope.ADMIN, RemoveBody, refusals=(404,)),
+    Route("POST", "/quantd/cache/pin", pin, Scope.ADMIN, PinBody, refusals=(404,)),
 )

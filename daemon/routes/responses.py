@@ -8,12 +8,13 @@ from typing import Any
 
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.broadcast import Broadcast
 from quantd.daemon.errors import PreviousResponseError, ResponseNotFoundError
 from quantd.daemon.requests import ChatRequest
 from quantd.daemon.response_store import Item, ResponseStore, StoredResponse
 from quantd.daemon.routes.content import events_of, json_of
-from quantd.daemon.routes.keys import BACKGROUND, RESPONSES, SERVICE, TIMING
+from quantd.daemon.routes.keys import BACKGROUND, TIMING, responses_of, service_of
 from quantd.daemon.routes.route import MODEL_REFUSALS, Route
 from quantd.daemon.sections import collect_sections
 from quantd.daemon.service import Service
@@ -41,7 +42,7 @@ Keep = Callable[[dict[str, Any]], None]
 
 async def create(request: web.Request, body: ResponsesBody) -> web.StreamResponse:
     """POST /v1/responses"""
-    service, store, reply = request.app[SERVICE], request.app[RESPONSES], Reply(body)
+    service, store, reply = service_of(request), responses_of(request), Reply(body)
     items, num_earlier = _conversation(body, reply.key, store)
     asked = body.neutral(items, num_earlier)
 
@@ -111,12 +112,12 @@ async def _follow(request: web.Request, told: Broadcast, start: int) -> web.Stre
     """Stream what work in the background tells, from an event on."""
     timing = request.app[TIMING]
     parts = (part or PING async for part in told.read(start, timing.ping_seconds))
-    return await send_parts(request, parts, ResponseStream.content_type, timing.stall_seconds)
+    return await send_parts(request, parts, ResponseStream.content_type)
 
 
 async def _stream(request: web.Request, asked: ChatRequest, frames: ResponseStream) -> web.StreamResponse:
     try:
-        return await send_stream(request, request.app[SERVICE].chat(asked), frames, request.app[TIMING])
+        return await send_stream(request, service_of(request).chat(asked), frames, request.app[TIMING])
     except ContextLengthError as error:
         # Codex compacts a conversation that is too long for this event, and gives up for a status of 400.
         body = b"".join(frames.error(error))
@@ -125,8 +126,8 @@ async def _stream(request: web.Request, asked: ChatRequest, frames: ResponseStre
 
 async def count_input_tokens(request: web.Request, body: CountBody) -> web.StreamResponse:
     """POST /v1/responses/input_tokens"""
-    items, num_earlier = _conversation(body, "counted", request.app[RESPONSES])
-    prompt = await request.app[SERVICE].prompt(body.neutral(items, num_earlier))
+    items, num_earlier = _conversation(body, "counted", responses_of(request))
+    prompt = await service_of(request).prompt(body.neutral(items, num_earlier))
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
 
@@ -156,7 +157,7 @@ async def cancel(request: web.Request) -> web.StreamResponse:
     told = request.app[BACKGROUND].told(response["id"])
     if told is not None and await request.app[BACKGROUND].cancel(response["id"]):
         cancelled = StoredResponse(response | {"status": "cancelled"}, stored.input, told.frames)
-        request.app[RESPONSES].put(cancelled)
+        responses_of(request).put(cancelled)
     return json_response(_stored(request).response)
 
 
@@ -164,7 +165,7 @@ async def delete(request: web.Request) -> web.StreamResponse:
     """DELETE /v1/responses/{id}: one in the background ends, too."""
     id = _stored(request).response["id"]
     await request.app[BACKGROUND].cancel(id)
-    request.app[RESPONSES].delete(id)
+    responses_of(request).delete(id)
     return json_response({"id": id, "object": "response", "deleted": True})
 
 
@@ -174,7 +175,7 @@ async def list_input_items(request: web.Request, query: ItemQuery) -> web.Stream
 
 
 def _stored(request: web.Request) -> StoredResponse:
-    return request.app[RESPONSES].get(request.match_info["id"])
+    return responses_of(request).get(request.match_info["id"])
 
 
 _CREATED = json_of(ResponseObject), events_of(*RESPONSE_EVENTS)
@@ -184,6 +185,7 @@ RESPONSES_ROUTES: Sequence[Route] = (
         "POST",
         "/responses",
         create,
+        Scope.INFER,
         ResponsesBody,
         versioned=True,
         contents=_CREATED,
@@ -193,18 +195,37 @@ RESPONSES_ROUTES: Sequence[Route] = (
         "POST",
         "/responses/input_tokens",
         count_input_tokens,
+        Scope.INFER,
         CountBody,
         versioned=True,
         contents=[json_of(InputTokens)],
         refusals=MODEL_REFUSALS,
     ),
-    Route("GET", "/responses/{id}", retrieve, query=RetrieveQuery, versioned=True, contents=_CREATED),
-    Route("DELETE", "/responses/{id}", delete, versioned=True, contents=[json_of(DeletedResponse)]),
-    Route("POST", "/responses/{id}/cancel", cancel, versioned=True, contents=[json_of(ResponseObject)]),
+    Route(
+        "GET",
+        "/responses/{id}",
+        retrieve,
+        Scope.INFER,
+        query=RetrieveQuery,
+        versioned=True,
+        contents=_CREATED,
+    ),
+    Route(
+        "DELETE", "/responses/{id}", delete, Scope.INFER, versioned=True, contents=[json_of(DeletedResponse)]
+    ),
+    Route(
+        "POST",
+        "/responses/{id}/cancel",
+        cancel,
+        Scope.INFER,
+        versioned=True,
+        contents=[json_of(ResponseObject)],
+    ),
     Route(
         "GET",
         "/responses/{id}/input_items",
         list_input_items,
+        Scope.INFER,
         query=ItemQuery,
         versioned=True,
         contents=[json_of(ItemList)],

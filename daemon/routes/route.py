@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.access.scope import Scope
 from quantd.daemon.routes.content import Content
 from quantd.daemon.wire.body import read_body, read_query
 from quantd.daemon.wire.errors import ErrorShape, openai_error
@@ -24,15 +25,16 @@ MODEL_REFUSALS = (400, 404, 429, 500, 503)
 class Route:
     """One entry of a surface's table.
 
-    body, query: what the handler is given of a request. versioned: the path goes with and without /v1
-    before it. errors, statuses: how its dialect writes errors, and which statuses it has for others.
-    contents, successes: what an answer may hold that is no error, and its statuses. refusals: statuses of
-    errors, beside those that follow from the above.
+    scope: what a client has to be allowed. body, query: what the handler is given of a request. versioned:
+    the path goes with and without /v1 before it. errors, statuses: how its dialect writes errors, and which
+    statuses it has for others. contents, successes: what an answer may hold that is no error, and its
+    statuses. refusals: statuses of errors, beside those that follow from the above.
     """
 
     method: str
     path: str
     handler: Handler
+    scope: Scope
     body: type[msgspec.Struct] | None = None
     query: type[msgspec.Struct] | None = None
     versioned: bool = False

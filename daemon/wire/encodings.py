@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from aiohttp import web
 
+from quantd.daemon.wire.incoming import read_all
 from quantd.engine.errors import RequestError
 
 if sys.version_info >= (3, 14):
@@ -47,10 +48,10 @@ _DECODERS: Mapping[str, Decoder] = {"zstd": _unzstd, "gzip": _gunzip, "deflate":
 async def read_data(request: web.Request) -> bytes:
     """A request's body as it was before it was compressed.
 
-    Raises RequestError for one that is broken, HTTPUnsupportedMediaType for an encoding that is not known
-    and HTTPRequestEntityTooLarge.
+    Raises RequestError for one that is broken, HTTPUnsupportedMediaType for an encoding that is not known,
+    and as `read_all`.
     """
-    data = await request.read()
+    data = await read_all(request)
     encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
     if encoding == "identity":
         return data

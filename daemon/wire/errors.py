@@ -16,7 +16,11 @@ from aiohttp import web
 
 from quantd.daemon.errors import (
     DiskFullError,
+    ForeignSiteError,
+    KeyNeededError,
+    KeyNotFoundError,
     ModelNotFoundError,
+    NotAllowedError,
     NotServedError,
     OverloadedError,
     PrefixNotFoundError,
@@ -63,12 +67,23 @@ REQUEST_ID_HEADER = "request-id"
 # What an HTTP error tells beside its reason.
 _TOLD_HEADERS = ("Allow", "Accept-Encoding")
 
+# What goes with any error of a status (RFC 9110, sections 10.2.3 and 11.6.1).
+_STATUS_HEADERS: Mapping[int, Mapping[str, str]] = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
+
 # The first row that an error is an instance of counts.
 _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
     (PreviousResponseError, 400, "invalid_request_error", "previous_response_not_found"),
     (ThreadsUnsupportedError, 400, "invalid_request_error", "thread_unsupported_request"),
     (RequestError, 400, "invalid_request_error", None),
+    (KeyNeededError, 401, "invalid_request_error", "invalid_api_key"),
+    (NotAllowedError, 403, "permission_error", "not_allowed"),
+    (ForeignSiteError, 403, "permission_error", "foreign_site"),
+    (KeyNotFoundError, 404, "invalid_request_error", None),
     (ModelNotFoundError, 404, "invalid_request_error", "model_not_found"),
     (ResponseNotFoundError, 404, "invalid_request_error", None),
     (PrefixNotFoundError, 404, "invalid_request_error", None),
@@ -144,8 +159,7 @@ async def answer_errors(request: web.Request, handler: Any) -> web.StreamRespons
         fault = fault_of(RequestError(reason))
     except Exception as error:
         fault = fault_of(error)
-    if fault.status == 429:
-        headers["Retry-After"] = "1"
+    headers |= _STATUS_HEADERS.get(fault.status, {})
     headers[REQUEST_ID_HEADER] = fault.request_id
     shape = request.app[ERROR_SHAPE](request)
     return json_response(shape(fault), request.app[ERROR_STATUS](request, fault.status), headers)

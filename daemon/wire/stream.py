@@ -17,16 +17,12 @@ from quantd.daemon.generation import Generation
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of silence before a sign of life, and of a client that takes nothing before it is given up."""
+    """Seconds of silence before a sign of life."""
 
     ping_seconds: float = 5.0
-    stall_seconds: float = 60.0
 
 
 DEFAULT_TIMING = Timing()
-
-# Bytes that a transport buffers without asking its writer to wait (asyncio and aiohttp: 64 KiB).
-_NEVER_WAITED_FOR = 1 << 14
 
 
 class StreamFormat(Protocol):
@@ -64,17 +60,16 @@ async def send_stream(
 ) -> web.StreamResponse:
     """Send a generation that starts, as it comes, with signs of life, also while its model loads.
 
-    An error before the first sign of life is raised; one after that is told in the stream. A client that
-    takes nothing for long counts as gone: what it does not read would pile up here.
+    An error before the first sign of life is raised; one after that is told in the stream.
     """
     async with _Start(starting) as start:
         await start.wait(timing.ping_seconds)
         parts = _parts(start, frames, timing.ping_seconds)
-        return await send_parts(request, parts, frames.content_type, timing.stall_seconds)
+        return await send_parts(request, parts, frames.content_type)
 
 
 async def send_parts(
-    request: web.Request, parts: AsyncGenerator[bytes], content_type: str, stall_seconds: float
+    request: web.Request, parts: AsyncGenerator[bytes], content_type: str
 ) -> web.StreamResponse:
     """Send the parts of a body as they come, until there are no more or the client is gone."""
     response = web.StreamResponse(headers={"Content-Type": content_type, "Cache-Control": "no-cache"})
@@ -82,15 +77,11 @@ async def send_parts(
     try:
         async with aclosing(parts):
             async for part in parts:
-                await _write(request, response, part, stall_seconds)
-        async with asyncio.timeout(stall_seconds):
-            await response.write_eof()
+                await response.write(part)
+        await response.write_eof()
     # The client is gone; what comes from here on ends the work.
     except ConnectionError:
         pass
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
     return response
 
 
@@ -116,18 +107,6 @@ class _Start:
         if not self._task.done():
             await asyncio.wait({self._task}, timeout=seconds)
         return self._task.result() if self._task.done() else None
-
-
-async def _write(
-    request: web.Request, response: web.StreamResponse, part: bytes, stall_seconds: float
-) -> None:
-    """Raises TimeoutError for a client that takes nothing. A little needs no timer once all else is taken."""
-    took_all = request.transport is not None and request.transport.get_write_buffer_size() == 0
-    if took_all and len(part) <= _NEVER_WAITED_FOR:
-        await response.write(part)
-        return
-    async with asyncio.timeout(stall_seconds):
-        await response.write(part)
 
 
 async def _parts(start: _Start, frames: StreamFormat, ping_seconds: float) -> AsyncGenerator[bytes]:

@@ -7,20 +7,23 @@ import contextlib
 import functools
 import json
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
-from aiohttp import web
 from fake_models import CHATML, write_model
 from scripted_engine import INFO, Engines, FakeStore, Script, ScriptedEngine, repeat_prompt
 
+from quantd.daemon.access.keys import KeyFile
+from quantd.daemon.access.policy import Access
 from quantd.daemon.app import make_app, make_runner
 from quantd.daemon.config import ServeConfig
 from quantd.daemon.control import Control
+from quantd.daemon.http_connection import Site
+from quantd.daemon.limits import DEFAULT_LIMITS, Limits
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import LoadTokenizer, Models
 from quantd.daemon.server import engine_config
@@ -78,6 +81,10 @@ class Daemon:
             assert response.headers["Content-Type"].startswith("text/event-stream")
             return (await response.read()).decode()
 
+    def over_port(self, headers: Mapping[str, str] | None = None) -> aiohttp.ClientSession:
+        """A session over TCP."""
+        return aiohttp.ClientSession(base_url=f"http://127.0.0.1:{self.port}", headers=headers)
+
     async def settle(self) -> None:
         """Wait until no request runs any more."""
         async with asyncio.timeout(10):
@@ -94,10 +101,13 @@ async def running_daemon(
     tokens: Sequence[str] = (),
     store: Store | None = None,
     load_tokenizer: LoadTokenizer = Tokenizer.load,
+    access: Access | None = None,
+    limits: Limits = DEFAULT_LIMITS,
 ) -> AsyncIterator[Daemon]:
     """tokens: special tokens that the model has beside ChatML's. store: in place of one with `tiny`."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as opened:
         folder = Path(name)
+        folder.chmod(0o711)  # for tests as another user
         info = msgspec.structs.replace(INFO, vocab_size=INFO.vocab_size + len(tokens))
         engines, fake_store = Engines(script, info), FakeStore()
         fake_store.add("tiny", write_model(folder / "tiny", template, tokens))
@@ -108,14 +118,16 @@ async def running_daemon(
             drain_seconds=5.0,
             load_tokenizer=load_tokenizer,
         )
-        service = Service(models, Metrics(), max_queue)
+        service = Service(models, Metrics(), max_queue, limits.max_client_queue)
         listeners = [opened.enter_context(unix_socket(folder / "api.sock"))]
         listeners += opened.enter_context(tcp_sockets("127.0.0.1", 0))
         control = Control(models, "0.0.0", folder / "state", folder / "prefixes", ["unix"])
-        runner = make_runner(make_app(service, control, timing))
+        runner = make_runner(
+            make_app(service, control, access or Access(KeyFile(folder / "keys.json")), timing, limits)
+        )
         await runner.setup()
         for listener in listeners:
-            await web.SockSite(runner, listener).start()
+            await Site(runner, listener, limits).start()
         connector = aiohttp.UnixConnector(str(folder / "api.sock"))
         async with aiohttp.ClientSession(connector=connector) as session:
             port = listeners[1].getsockname()[1]

@@ -124,7 +124,7 @@ class ScriptedEngine:
         likeliest = [(token, -0.5), (60, -1.5), (61, -math.inf)]
         return TokenLogprob(token, -0.5, likeliest[:top])
 
-    def forget(self, prompt: Sequence[int]) -> None:
+    def forget(self, prompt: Sequence[int], salt: str) -> None:
         self.forgotten.append(list(prompt))
 
     async def drop(self, keys: Sequence[bytes] | None) -> None:

@@ -80,10 +80,7 @@ def test_a_named_file_is_read_in_place_of_the_default_one(tmp_path: Path) -> Non
     ("toml", "message"),
     [
         ("prot = 1", "quantd.toml: prot: no such key; did you mean port?"),
-        (
-            "zzz = 1",
-            "known keys: socket, host, port, model, drain_seconds, keep_alive, max_queue, hang_seconds",
-        ),
+        ("zzz = 1", "known keys: socket, host, port, model, drain_seconds, keep_alive, hang_seconds"),
         ("[engine]\nkv_dtyp = 1", "quantd.toml: engine.kv_dtyp: no such key; did you mean kv_dtype?"),
         ("[engine]\nkv_dtype = 'q9'", "engine.kv_dtype: 'q9' is not accepted; use one of int8, fp16"),
         ("[engine]\nsplit = '1,x'", "engine.split: '1,x' is not accepted; use auto, or shares such as 3,1"),
@@ -95,7 +92,7 @@ def test_a_named_file_is_read_in_place_of_the_default_one(tmp_path: Path) -> Non
         ("drain_seconds = nan", "drain_seconds: nan is not accepted"),
         ("drain_seconds = -1", "drain_seconds: -1 is not accepted"),
         ("keep_alive = '5 d'", "keep_alive: '5 d' is not accepted; use seconds, or a time such as 15m"),
-        ("max_queue = 1.5", "max_queue: 1.5 is not accepted; use a whole number from 1"),
+        ("[limits]\nmax_queue = 1.5", "limits.max_queue: 1.5 is not accepted; use a whole number from 1"),
         ("model = ''", "model: '' is not accepted"),
         ("[engine]\nprefix_caching = 1", "engine.prefix_caching: 1 is not accepted; use true or false"),
     ],

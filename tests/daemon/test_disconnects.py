@@ -13,6 +13,7 @@ import pytest
 from daemon_in_loop import Daemon, case, in_loop, running_daemon
 from fake_models import QWEN_INFILL
 
+from quantd.daemon.limits import Limits
 from quantd.daemon.wire.stream import Timing
 from quantd.engine.errors import CapacityError
 
@@ -161,7 +162,7 @@ async def test_a_load_that_fails_after_signs_of_life_is_told_in_the_stream() -> 
 
 @in_loop
 async def test_a_client_that_reads_nothing_is_given_up_and_others_go_on() -> None:
-    async with running_daemon(timing=Timing(stall_seconds=0.2)) as daemon:
+    async with running_daemon(limits=Limits(write_timeout=0.2)) as daemon:
         body = case("c13") | {"max_tokens": 450, "stream": True, "logprobs": True, "n": 8}
         with open_request(daemon, body) as connection:
             await until(lambda: bool(daemon.engines.started))

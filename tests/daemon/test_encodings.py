@@ -11,7 +11,7 @@ import psutil
 import pytest
 from daemon_in_loop import Daemon, in_loop, running_daemon
 
-from quantd.daemon.app import MAX_BODY
+from quantd.daemon.limits import DEFAULT_LIMITS
 from quantd.daemon.wire.encodings import zstd
 
 HI = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], "input": "hi"}
@@ -48,14 +48,14 @@ def test_compressed_bodies(encoding: str) -> None:
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_a_bomb_is_as_large_as_what_it_holds(encoding: str) -> None:
     """A few kilobytes that would be a quarter of a gigabyte."""
-    bomb = ENCODINGS[encoding](b'{"padding":"' + b" " * (4 * MAX_BODY) + b'"}')
+    bomb = ENCODINGS[encoding](b'{"padding":"' + b" " * (4 * DEFAULT_LIMITS.max_body) + b'"}')
 
     async def post() -> None:
         async with running_daemon() as daemon:
             before = psutil.Process().memory_info().rss
             for path in PATHS:
                 assert await send(daemon, path, bomb, encoding) == 413
-            assert psutil.Process().memory_info().rss - before < 3 * MAX_BODY
+            assert psutil.Process().memory_info().rss - before < 3 * DEFAULT_LIMITS.max_body
             assert await send(daemon, PATHS[0], ENCODINGS[encoding](json.dumps(HI).encode()), encoding) == 200
 
     in_loop(post)()

@@ -245,7 +245,7 @@ async def test_nothing_predicted_is_quick_and_leaves_the_prompt_cached() -> None
     async with running_daemon(tokens=QWEN_INFILL) as daemon:
         assert await daemon.post("/infill", VIM_WARM_UP) == (200, {})
         request = daemon.engine.seen[0]
-        assert request.sampling.max_tokens == 0 and request.salt == ""
+        assert request.sampling.max_tokens == 0 and request.salt.endswith("\0")
         _, reply = await daemon.post("/completion", {"prompt": "Say", "n_predict": 0})
         assert reply["content"] == "" and reply["tokens_predicted"] == 0 and reply["stop_type"] == "limit"
 

@@ -322,7 +322,7 @@ async def test_seeds_and_ends_reach_the_engine() -> None:
         await daemon.post(CHAT, HI | {"n": 2, "seed": 2**63 - 1, "stop_token_ids": [9], "cache_salt": "s"})
         first, second = daemon.engine.seen
         assert [first.sampling.seed, second.sampling.seed] == [2**63 - 1, -(2**63)]
-        assert first.sampling.stop_token_ids == (2, 513, 9) and first.salt == "s"
+        assert first.sampling.stop_token_ids == (2, 513, 9) and first.salt.endswith("\0s")
         await daemon.post(CHAT, HI | {"ignore_eos": True})
         assert daemon.engine.seen[-1].sampling.stop_token_ids == ()
         assert daemon.engine.seen[-1].sampling.seed is None

@@ -9,11 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from quantd.daemon.access.keys import KeyFile
 from quantd.daemon.config import EngineOptions, ServeConfig
 from quantd.daemon.server import engine_config
 from quantd.engine.errors import RequestError
@@ -21,7 +24,7 @@ from quantd.engine.errors import RequestError
 SERVE = (
     "import sys; from pathlib import Path; from quantd.daemon.config import load_config;"
     "from quantd.daemon.server import run_server; from quantd.kernels.errors import QuantdError\n"
-    "try: status = run_server(load_config(dict(socket=sys.argv[1], port=sys.argv[2])))\n"
+    "try: status = run_server(load_config(dict(socket=sys.argv[1], port=sys.argv[2], host=sys.argv[3])))\n"
     "except QuantdError as error: sys.exit(str(error))\n"
     "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\n"
     "print('HEAVY', sorted(heavy), file=sys.stderr)\n"
@@ -30,9 +33,9 @@ SERVE = (
 
 
 @contextlib.contextmanager
-def serving(path: Path, port: str = "off") -> Iterator[subprocess.Popen[str]]:
+def serving(path: Path, port: str = "off", host: str = "127.0.0.1") -> Iterator[subprocess.Popen[str]]:
     """A daemon that has said READY."""
-    process = start(path, port)
+    process = start(path, port, host)
     try:
         assert process.stderr is not None
         line = process.stderr.readline()
@@ -43,9 +46,9 @@ def serving(path: Path, port: str = "off") -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def start(path: Path, port: str = "off") -> subprocess.Popen[str]:
+def start(path: Path, port: str = "off", host: str = "127.0.0.1") -> subprocess.Popen[str]:
     env = os.environ | {"QUANTD_HOME": str(path.parent / "home")}
-    command = [sys.executable, "-c", SERVE, str(path), port]
+    command = [sys.executable, "-c", SERVE, str(path), port, host]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
 
 
@@ -97,13 +100,38 @@ def test_a_killed_daemons_socket_is_taken_over_and_a_live_ones_is_not(tmp_path: 
         assert process.poll() is None
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_an_address_that_others_reach_is_refused_without_a_key(tmp_path: Path, host: str) -> None:
+    path = tmp_path / "api.sock"
+    refused = start(path, "0", host)
+    _, errors = refused.communicate(timeout=20)
+    assert refused.returncode == 1 and "Traceback" not in errors
+    assert "other machines can reach this" in errors and "quantd key add NAME" in errors
+    assert not path.exists()
+
+
+def test_with_a_key_all_addresses_are_served_to_who_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "api.sock"
+    key = KeyFile(tmp_path / "home" / "state" / "keys.json").add("a")
+    with serving(path, "0", "0.0.0.0"):
+        listening = json.loads(ask(path, "GET /quantd/status").split(b"\r\n\r\n", 1)[1])["listening"]
+        url = f"http://127.0.0.1:{listening[1].rpartition(':')[2]}/v1/models"
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(url, timeout=20)
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+        with urllib.request.urlopen(request, timeout=20) as response:
+            assert response.status == 200
+
+
 def test_what_is_not_http_takes_a_line_of_the_log(tmp_path: Path) -> None:
     path = tmp_path / "api.sock"
     with serving(path) as process:
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
-            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nCookie: " + b"a" * 10_000 + b"\r\n\r\n")
-            assert b"400" in client.recv(1000)
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\nCookie: " + b"a" * 20_000 + b"\r\n\r\n")
+            head, body = client.recv(1000).split(b"\r\n\r\n")
+            assert head.split()[1] == b"431" and b"16384 bytes" in body
+            assert json.loads(body)["error"]["type"] == "invalid_request_error"
         assert b"200 OK" in ask(path, "GET /health")
         process.terminate()
         _, errors = process.communicate(timeout=20)

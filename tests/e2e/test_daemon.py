@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -23,6 +24,7 @@ import httpx2
 import openai
 import psutil
 import pytest
+from as_user import CAN_SWITCH, USERS, ask_as
 from homes import share_kernels
 
 from quantd.daemon.store import Store
@@ -146,7 +148,7 @@ def tiny_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tiny_home: Path) -> Iterator[Served]:
-    with serve(tiny_home, "tiny", "--kv-memory", "32MiB", "--max-num-tokens", "64") as daemon:
+    with serve(tiny_home, "tiny", "--kv-memory", "32MiB", "--max-num-tokens", "64", "--port", "0") as daemon:
         yield daemon
 
 
@@ -206,6 +208,38 @@ def test_cached_prompts_give_the_same_text(served: Served) -> None:
     shared, alone = served.complete(fork), served.complete(fork | {"cache_salt": "alone"})
     assert shared["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
     assert shared["choices"][0]["text"] == alone["choices"][0]["text"]
+
+
+def test_each_clients_prompts_are_cached_for_it_alone(served: Served) -> None:
+    """The daemon's owner, another user at the port where this process may become one, and a key's holder."""
+    body = {"model": "tiny", "prompt": [3 + i * i % 89 for i in range(100)], "max_tokens": 1}
+    with served.http() as http:
+        port = int(http.get("/quantd/status").json()["listening"][1].rpartition(":")[2])
+
+    def cached(reply: dict[str, Any]) -> int:
+        return reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    def as_other() -> int:
+        ((status, reply),) = asyncio.run(ask_as(USERS[0], port, ("POST", "/v1/completions", body)))
+        assert status == 200, reply
+        return cached(reply)
+
+    def with_key() -> int:
+        headers = {"Authorization": f"Bearer {key}"}
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as http:
+            return cached(http.post("/v1/completions", json=body).json())
+
+    found = [cached(served.complete(body)), *([as_other()] if CAN_SWITCH else [])]
+    key = served.post("/quantd/keys", {"name": "laptop"})[1]["key"]
+    found.append(with_key())
+    assert found == [0] * len(found)
+    assert with_key() == 96
+    with served.http() as http:
+        assert http.delete("/quantd/keys/laptop").status_code == 200
+    assert cached(served.complete(body)) == 96
+    assert cached(served.complete(body | {"cache_salt": "x"})) == 0
+    if CAN_SWITCH:
+        assert as_other() == 96
 
 
 def test_a_saved_prompt_is_cached_again_once_it_is_restored(served: Served) -> None:
