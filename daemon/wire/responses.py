@@ -15,6 +15,7 @@ from quantd.daemon.sections import Section, Sections
 from quantd.daemon.wire.errors import Fault, fault_of
 from quantd.daemon.wire.responses_output import Status, item_forms
 from quantd.daemon.wire.responses_request import ItemQuery, ResponsesBody
+from quantd.daemon.wire.responses_tools import call_names, echo_tools
 from quantd.engine.errors import RequestError
 
 
@@ -24,7 +25,7 @@ class Reply:
     def __init__(self, body: ResponsesBody) -> None:
         self.key = uuid.uuid4().hex
         self.id = f"resp_{self.key}"
-        self.forms = item_forms(body.summarizes)
+        self.forms = item_forms(body.summarizes, call_names(body.tools or ()))
         self._fields = {"id": self.id, "object": "response", "created_at": int(time.time())} | _echo(body)
         self._model = body.model or "default"
 
@@ -98,7 +99,7 @@ def _echo(body: ResponsesBody) -> dict[str, Any]:
         "text": {"format": text_format or {"type": "text"}},
         "tool_choice": sent["tool_choice"] or "auto",
         "top_logprobs": body.top_logprobs or 0,
-        "tools": [msgspec.to_builtins(tool) for tool in body.tools or () if tool.is_offered],
+        "tools": echo_tools(body.tools or ()),
         "top_p": body.top_p,
         "truncation": "disabled",
         "usage": None,

@@ -16,6 +16,7 @@ import msgspec
 from quantd.daemon.response_store import Item, ResponseStore
 from quantd.daemon.templates import Message
 from quantd.daemon.wire.body import read_arguments
+from quantd.daemon.wire.responses_tools import flat_name
 from quantd.engine.errors import RequestError
 
 Content: TypeAlias = str | list[dict[str, Any]]
@@ -78,9 +79,11 @@ class _Call(msgspec.Struct, frozen=True):
     call_id: str
     name: str
     arguments: str | dict[str, Any] | None = None
+    namespace: str | None = None
 
     def add_to(self, turns: Turns, where: str) -> None:
-        function = {"name": self.name, "arguments": read_arguments(self.arguments)}
+        name = flat_name(self.namespace, self.name)
+        function = {"name": name, "arguments": read_arguments(self.arguments)}
         call = {"id": self.call_id, "type": "function", "function": function}
         turns.assistant().setdefault("tool_calls", []).append(call)
 

@@ -10,6 +10,7 @@ from quantd.daemon.deltas import ScoredToken
 from quantd.daemon.response_store import Item
 from quantd.daemon.sections import Kind, Section
 from quantd.daemon.wire.openai import scored_entries
+from quantd.daemon.wire.responses_tools import CallName
 
 Event: TypeAlias = tuple[str, dict[str, Any]]
 """The type of an event and its own fields."""
@@ -101,12 +102,17 @@ class _TextForm:
         return self.text.closing(section)
 
 
+@dataclass(frozen=True)
 class _CallForm:
-    prefix = "fc"
+    """names: how calls are named, by what the model calls the function."""
+
+    names: Mapping[str, CallName]
+    prefix: str = "fc"
 
     def item(self, section: Section, content: str | None) -> Item:
-        call = {"call_id": section.call_id, "name": section.name, "arguments": content or ""}
-        return {"type": "function_call"} | call
+        name = self.names.get(section.name, {"name": section.name})
+        call = {"type": "function_call", "call_id": section.call_id, **name}
+        return call | {"arguments": content or ""}
 
     def opening(self) -> Sequence[Event]:
         return ()
@@ -122,8 +128,12 @@ _MESSAGE = _TextForm("msg", "content", _OUTPUT, {"type": "message", "role": "ass
 _REASONING_ITEM: Item = {"type": "reasoning", "summary": [], "content": [], "encrypted_content": None}
 
 
-def item_forms(summarizes: bool) -> Mapping[Kind, ItemForm]:
-    """The form of each kind of section. summarizes: reasoning is told as its own summary."""
+def item_forms(summarizes: bool, names: Mapping[str, CallName]) -> Mapping[Kind, ItemForm]:
+    """The form of each kind of section.
+
+    summarizes: reasoning is told as its own summary. names: how calls are named, by what the model calls the
+    function.
+    """
     field, text = ("summary", _SUMMARY) if summarizes else ("content", _REASONING)
     reasoning = _TextForm("rs", field, text, _REASONING_ITEM)
-    return {"content": _MESSAGE, "reasoning": reasoning, "tool_call": _CallForm()}
+    return {"content": _MESSAGE, "reasoning": reasoning, "tool_call": _CallForm(names)}

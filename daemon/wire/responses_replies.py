@@ -17,7 +17,10 @@ class TextPart(TypedDict):
 
 
 class OutputItem(TypedDict):
-    """By type: role and content; summary, content and encrypted_content; or call_id, name and arguments."""
+    """By type: role and content; summary, content and encrypted_content; or call_id, name and arguments.
+
+    namespace: of a call of a function that is in one.
+    """
 
     id: str
     type: Literal["message", "reasoning", "function_call"]
@@ -28,6 +31,7 @@ class OutputItem(TypedDict):
     encrypted_content: NotRequired[None]
     call_id: NotRequired[str]
     name: NotRequired[str]
+    namespace: NotRequired[str]
     arguments: NotRequired[str]
 
 

@@ -1,8 +1,8 @@
 """OpenAI's Responses request bodies, parsed strictly and turned into neutral requests.
 
 Source: OpenAI API reference, responses, and what Codex sends. null means the default, unknown fields are
-ignored, and what would change the answer but is not supported is refused by name. Own rules: only function
-tools are offered to the model; truncation "auto" is taken, but nothing is ever cut; a schema is always
+ignored, and what would change the answer but is not supported is refused by name. Own rules: only functions
+are offered to the model; truncation "auto" is taken, but nothing is ever cut; a schema is always
 enforced; reasoning.effort "none" and "minimal" ask for no reasoning, others for some.
 """
 
@@ -16,8 +16,9 @@ import msgspec
 from quantd.daemon.constraints import Constraint, JsonObject, JsonSchema
 from quantd.daemon.requests import ChatRequest, Options, ToolChoice
 from quantd.daemon.response_store import Item
-from quantd.daemon.wire.body import check_range, function_tool, refuse_unsupported, sampling, thinks
+from quantd.daemon.wire.body import check_range, refuse_unsupported, sampling, thinks
 from quantd.daemon.wire.responses_input import Content, neutral_messages
+from quantd.daemon.wire.responses_tools import ToolBody, flat_name, functions
 from quantd.engine.errors import RequestError
 from quantd.engine.request import MAX_LOGPROBS
 
@@ -41,28 +42,6 @@ class TextConfig(msgspec.Struct, frozen=True):
     format: TextFormat | None = None
 
 
-class ToolBody(msgspec.Struct, frozen=True):
-    """A tool; one of type function is the client's own."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    @property
-    def is_offered(self) -> bool:
-        """Whether the model is told of it."""
-        return self.type == "function"
-
-    def neutral(self, where: str) -> dict[str, Any]:
-        """The tool in OpenAI's form for chats. Raises RequestError."""
-        if self.name is None:
-            raise RequestError(f"{where}.name is missing", f"{where}.name")
-        parameters = self.parameters or {"type": "object", "properties": {}}
-        return function_tool(self.name, self.description, parameters, self.strict)
-
-
 Mode: TypeAlias = Literal["none", "auto", "required"]
 
 
@@ -71,6 +50,7 @@ class ToolChoiceBody(msgspec.Struct, frozen=True, omit_defaults=True):
 
     type: str
     name: str | None = None
+    namespace: str | None = None
     mode: Literal["auto", "required"] | None = None
     tools: list[ToolBody] | None = None
 
@@ -96,7 +76,7 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
         refuse_unsupported(self, ("conversation", "prompt"))
         if not items:
             raise RequestError("input must hold at least one item", "input")
-        tools = [tool.neutral(f"tools[{i}]") for i, tool in enumerate(self.tools or ()) if tool.is_offered]
+        tools = [function.neutral() for function in functions(self.tools or ())]
         effort = None if self.reasoning is None else self.reasoning.effort
         return ChatRequest(
             model=self.model,
@@ -175,7 +155,7 @@ def _tool_choice(choice: Mode | ToolChoiceBody | None) -> ToolChoice:
     if not isinstance(choice, ToolChoiceBody):
         return ToolChoice(choice or "auto")
     if choice.type == "function":
-        return ToolChoice("required", choice.name or "")
+        return ToolChoice("required", flat_name(choice.namespace, choice.name or ""))
     if choice.type != "allowed_tools":
         what = f"tools of type {choice.type!r} are not offered to the model"
         raise RequestError(f"tool_choice: {what}", "tool_choice")

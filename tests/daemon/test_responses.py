@@ -145,7 +145,7 @@ async def test_a_body_as_codex_sends_it() -> None:
                 {"type": "local_shell"},
                 {"type": "web_search", "external_web_access": False},
                 {"type": "image_generation", "output_format": "png"},
-                {"type": "namespace", "name": "mcp", "tools": [TOOL]},
+                {"type": "namespace", "name": "mcp__notes", "description": "Notes.", "tools": [TOOL]},
                 {"type": "tool_search", "execution": "client"},
             ],
             "tool_choice": "auto",
@@ -170,12 +170,71 @@ async def test_a_body_as_codex_sends_it() -> None:
         first, *_, last = (json.loads(line.removeprefix("data: ")) for line in events)
         assert (first["type"], last["type"]) == ("response.created", "response.incomplete")
         assert last["response"]["text"] == {"format": {"type": "text"}}
-        function = {name: TOOL[name] for name in ("name", "description", "parameters")} | {"strict": False}
+        function = {name: TOOL[name] for name in ("name", "description", "parameters")}
+        told = [
+            function | {"strict": False},
+            function | {"name": "mcp__notes__read", "description": "Notes.\n\nReads"},
+        ]
         assert last_prompt(daemon) == (
             "[system]You are a coding agent.[system]<permissions>all</permissions>"
-            "[user]<environment_context/>[user]hi" + json.dumps([{"type": "function", "function": function}])
+            "[user]<environment_context/>[user]hi"
+            + json.dumps([{"type": "function", "function": function} for function in told])
         )
         assert (await daemon.get(f"{RESPONSES}/{last['response']['id']}"))[0] == 404
+
+
+NOTES = {
+    "type": "namespace",
+    "name": "mcp__notes__",
+    "description": "The user's notes.",
+    "tools": [TOOL, {"type": "custom", "name": "draw"}, TOOL | {"name": "write"}],
+}
+
+
+async def saying(daemon: Daemon, text: str) -> None:
+    """Make the engine, which this starts, say a text and end."""
+    await daemon.post(RESPONSES, HI)
+    ids = [*daemon.service.models.entries[0].model.tokenizer.encode(text), 2]
+    daemon.engine.script = lambda request: ids
+
+
+@in_loop
+async def test_calls_of_functions_in_namespaces() -> None:
+    """A name is one to the model and two to the client, there and back."""
+    async with running_daemon(template=TEMPLATE) as daemon:
+        await saying(
+            daemon, '<tool_call>\n{"name": "mcp__notes__write", "arguments": {"n": 4}}\n</tool_call>'
+        )
+        body = {"model": "tiny", "input": "hi", "tools": [TOOL, NOTES]}
+        _, whole = await daemon.post(RESPONSES, body)
+        [call] = whole["output"]
+        assert (call["type"], call["name"], call["namespace"]) == ("function_call", "write", "mcp__notes__")
+        text = await daemon.stream(RESPONSES, body | {"stream": True})
+        events = [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: ")]
+        items = [event["item"] for event in events if "item" in event]
+        assert [(item["name"], item["namespace"]) for item in items] == [("write", "mcp__notes__")] * 2
+        assert events[-1]["response"]["output"] == [items[-1]]
+        assert [tool["name"] for tool in whole["tools"][1]["tools"]] == ["read", "write"]
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "done"}
+        await daemon.post(RESPONSES, body | {"input": [said("user", "go"), call, output]})
+        assert f'{call["call_id"]}:mcp__notes__write{{"n": 4}}[tool]done' in last_prompt(daemon)
+        tools = json.loads(last_prompt(daemon).rpartition(call["call_id"])[2])
+        assert [(tool["function"]["name"], tool["function"]["description"]) for tool in tools] == [
+            ("read", "Reads"),
+            ("mcp__notes__read", "The user's notes.\n\nReads"),
+            ("mcp__notes__write", "Reads"),
+        ]
+
+
+@in_loop
+async def test_a_function_in_a_namespace_can_be_forced() -> None:
+    async with running_daemon(template=TEMPLATE) as daemon:
+        chosen = {"type": "function", "name": "write", "namespace": "mcp__notes__"}
+        body = {"tools": [TOOL, NOTES], "tool_choice": chosen}
+        await prompt_of(daemon, body)
+        grammar = daemon.engine.seen[-1].sampling.grammar
+        assert grammar is not None and "mcp__notes__write" in grammar and "read" not in grammar
+        await refused(daemon, body | {"tool_choice": {"type": "function", "name": "write"}}, "tool_choice")
 
 
 @in_loop
@@ -343,6 +402,9 @@ REFUSALS = [
     ({"top_logprobs": -1}, "top_logprobs"),
     ({"background": True, "store": False, "stream": False}, "background"),
     ({"tools": [{"type": "function"}]}, "tools[0].name"),
+    ({"tools": [{"type": "namespace", "tools": [TOOL]}]}, "tools[0].name"),
+    ({"tools": [TOOL, NOTES | {"tools": [{"type": "function"}]}]}, "tools[1].tools[0].name"),
+    ({"tools": [TOOL | {"name": "mcp__notes__read"}, NOTES]}, "tools[1].function.name", "mcp__notes__read"),
     ({"tool_choice": "any"}, "tool_choice"),
     ({"tool_choice": "required"}, "tool_choice"),
     (function("write"), "tool_choice", "write"),
