@@ -348,9 +348,9 @@ def test_gptel(folders: UserFolders, journal: Journal) -> None:
 
 def test_ellama(folders: UserFolders, journal: Journal) -> None:
     [form] = written("ellama", folders, journal)[".emacs.d/init.el"]
-    setopt = form[-1]
-    assert setopt[:2] == ["setopt", "ellama-provider"]
-    maker, *rest = setopt[2]
+    setq = form[-1]
+    assert setq[:2] == ["setq", "ellama-provider"]
+    maker, *rest = setq[2]
     given = dict(zip(rest[::2], rest[1::2], strict=True))
     assert maker == "make-llm-ollama"
     assert (given[":scheme"], given[":host"], given[":port"]) == ("http", "127.0.0.1", 11435)

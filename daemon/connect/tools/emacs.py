@@ -52,17 +52,17 @@ def _gptel(endpoint: Endpoint) -> str:
 
 
 def _ellama(endpoint: Endpoint) -> str:
-    """README of s-kostyaev/ellama: ellama-provider"""
+    """README of s-kostyaev/ellama: ellama-provider. It also runs in Emacs 28, which has no setopt."""
     model = json.dumps(endpoint.model)
     return f"""\
 (with-eval-after-load 'ellama
   (require 'llm-ollama)
-  (setopt ellama-provider
-          (make-llm-ollama :scheme "http"
-                           :host "{endpoint.host}"
-                           :port {endpoint.port}
-                           :chat-model {model}
-                           :embedding-model {model})))
+  (setq ellama-provider
+        (make-llm-ollama :scheme "http"
+                         :host "{endpoint.host}"
+                         :port {endpoint.port}
+                         :chat-model {model}
+                         :embedding-model {model})))
 """
 
 
