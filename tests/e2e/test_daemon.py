@@ -107,6 +107,7 @@ class Served:
 @contextlib.contextmanager
 def serve(home: Path, model: str, *flags: str) -> Iterator[Served]:
     """Start a daemon, have it load the model, end whatever is left of it."""
+    share_kernels(home)
     folder = Path(tempfile.mkdtemp(dir=home))
     path, log = folder / "api.sock", folder / "log"
     command = [sys.executable, "-P", "-m", "quantd.daemon.cli.main", "serve", "--socket", str(path)]
@@ -134,7 +135,6 @@ def serve(home: Path, model: str, *flags: str) -> Iterator[Served]:
 def tiny_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with the model `tiny`: random weights in GPTQ form, 8192 positions."""
     home = tmp_path_factory.mktemp("home")
-    share_kernels(home)
     folder = home / "tiny"
     shutil.copytree(DATA / "fixtures" / "gptqmodel-4b-g32-v2", folder)
     for file in (DATA / "tokenizer").iterdir():

@@ -18,7 +18,6 @@ import openai
 import psutil
 import pytest
 import torch
-from homes import share_kernels
 from in_process import Completion, InProcessEngine
 from safetensors.torch import load_file, save_file
 from test_daemon import DATA, STORY, serve, until
@@ -234,7 +233,6 @@ def test_what_another_rank_finds_wrong_is_told_as_its_own_kind_of_error(tmp_path
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A home with the model `tiny`."""
-    share_kernels(tmp_path)
     folder = tmp_path / "tiny"
     shutil.copytree(DATA / "fixtures" / "gptqmodel-4b-g32-v2", folder)
     for file in (DATA / "tokenizer").iterdir():
