@@ -7,6 +7,7 @@ no tools but harmless ones. What their switches do is said in their own help.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,6 +74,8 @@ def _codex(place: Place, prompt: str) -> list[str]:
         "include_permissions_instructions": "false",
         "include_collaboration_mode_instructions": "false",
         "include_environment_context": "false",
+        "mcp_servers.notes.command": json.dumps(sys.executable),
+        "mcp_servers.notes.args": json.dumps([str(Path(__file__).with_name("notes_server.py"))]),
     }
     command = [place.npm("codex"), "exec", "--profile", "quantd", "--skip-git-repo-check"]
     command += ["--sandbox", "read-only"]
@@ -132,7 +135,7 @@ def _litellm(place: Place, prompt: str) -> list[str]:
 
 AGENTS = (
     Agent("claude-code", "@anthropic-ai/claude-code", _claude, "claude-code", "Read"),
-    Agent("codex", "@openai/codex", _codex, "codex", "get_goal"),
+    Agent("codex", "@openai/codex", _codex, "codex", "mcp__notes__read_notes"),
     Agent(
         "opencode",
         "opencode-ai",

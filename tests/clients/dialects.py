@@ -8,6 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
+from msgspec import convert
+
+from quantd.daemon.wire.responses_tools import ToolBody, functions
+
 Json = Mapping[str, Any]
 
 
@@ -95,7 +99,9 @@ class Responses:
         return {"type": "function", "name": tool}
 
     def tools(self, body: Json) -> set[str]:
-        return {tool["name"] for tool in body.get("tools") or () if tool["type"] == "function"}
+        return {
+            function.flat_name for function in functions(convert(body.get("tools") or [], list[ToolBody]))
+        }
 
     def text(self, event: Json) -> str:
         return str(event["delta"]) if event["type"] == "response.output_text.delta" else ""
