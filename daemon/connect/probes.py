@@ -35,11 +35,8 @@ class Probe:
 CHAT = Probe("/v1/chat/completions", {"messages": _MESSAGES, "max_tokens": 32})
 RESPONSES = Probe("/v1/responses", {"input": "Say hi", "max_output_tokens": 32})
 MESSAGES = Probe("/v1/messages", {"messages": _MESSAGES, "max_tokens": 32})
-OLLAMA_CHAT = Probe("/api/chat", {"messages": _MESSAGES, "stream": False})
-OLLAMA_INSERT = Probe(
-    "/api/generate",
-    {"prompt": _PREFIX, "suffix": _SUFFIX, "stream": False, "options": {"num_predict": 32}},
-    infills=True,
-)
+_OLLAMA_LIMITS = {"stream": False, "options": {"num_predict": 32}}
+OLLAMA_CHAT = Probe("/api/chat", {"messages": _MESSAGES, **_OLLAMA_LIMITS})
+OLLAMA_INSERT = Probe("/api/generate", {"prompt": _PREFIX, "suffix": _SUFFIX, **_OLLAMA_LIMITS}, infills=True)
 SUFFIX = Probe("/v1/completions", {"prompt": _PREFIX, "suffix": _SUFFIX, "max_tokens": 32}, infills=True)
 INFILL = Probe("/infill", {"input_prefix": _PREFIX, "input_suffix": _SUFFIX, "n_predict": 32}, infills=True)

@@ -27,3 +27,4 @@ async def test_the_line_for_the_shell_works(probe: Probe) -> None:
         async with daemon.session.post(url, data=body.encode(), headers={name: value}) as response:
             assert response.status == 200, await response.text()
             assert json.loads(await response.read())
+        assert daemon.engine.seen[-1].sampling.max_tokens == 32
