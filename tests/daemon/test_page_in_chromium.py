@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from chromium import CHROMIUM, WHY_NOT, Page, chromium, new_page
 from daemon_in_loop import Daemon, in_loop, running_daemon
 from fake_models import CHATML, chat_tokenizer
 
+from quantd.daemon.access.keys import KeyFile
+from quantd.daemon.access.policy import Access
 from quantd.daemon.errors import StoreError
 from quantd.daemon.library import Library
 from quantd.daemon.library_worker import Job, Step
@@ -287,6 +290,36 @@ async def test_a_pull_shows_how_far_it_is(browser: str, monkeypatch: pytest.Monk
         await page.until("document.querySelector('#pulls .error')?.innerText === 'the hub says no'")
 
 
+@in_loop
+async def test_a_key_is_asked_for_and_its_scope_is_told(browser: str, tmp_path: Path) -> None:
+    keys = KeyFile(tmp_path / "keys.json")
+    key = keys.add("page")
+    async with running_daemon(saying("Fine."), access=Access(keys)) as daemon:
+        async with page_of(daemon, browser) as page:
+            for given in ("a-wrong-one", key):
+                await page.until("document.querySelector('dialog[open]') !== null")
+                title = await page.text("#key-title")
+                await page.type(given)
+                await page.press("Enter")
+            assert title == "The daemon does not know this API key"
+            await page.until("document.querySelector('#pulse.well') !== null")
+            await ask(page, "Hi")
+            assert "Fine." in await answered(page)
+            await page.reload()
+            assert await page.evaluate("document.querySelector('dialog[open]')") is None
+            await page.evaluate("void (location.hash = 'models')")
+            await page.until("document.querySelector('#models .chip')?.innerText === 'in memory'")
+            await page.click("#models button")
+            await page.until(
+                "document.querySelector('#models .error').innerText.includes('key:page may use')"
+            )
+        async with page_of(daemon, browser) as page:
+            await page.press("Escape")
+            await page.until("document.querySelector('#banner:not([hidden])') !== null")
+            await page.click("#banner button")
+            await page.until("document.querySelector('dialog[open]') !== null")
+
+
 FAULTS_OF_LAYOUT = """
 (() => {
   const width = document.documentElement.clientWidth, faults = [];
@@ -382,10 +415,9 @@ async def test_a_page_that_nobody_sees_asks_nothing(browser: str) -> None:
     async with running_daemon() as daemon, page_of(daemon, browser, "activity") as page:
         before = len(page.requests)
         await page.until(lambda: len(page.requests) > before)
-        await page.hide()
-        await asyncio.sleep(0.1)
-        before = len(page.requests)
-        await asyncio.sleep(1.4)
-        assert len(page.requests) == before
-        await page.hide(False)
+        async with page.hidden():
+            await asyncio.sleep(0.1)
+            before = len(page.requests)
+            await asyncio.sleep(1.4)
+            assert len(page.requests) == before
         await page.until(lambda: len(page.requests) > before)

@@ -70,6 +70,7 @@ class Page:
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._session: str | None = None
+        self._context = ""
         self._loaded = asyncio.Event()
         self.requests: list[str] = []
         self.complaints: list[str] = []
@@ -116,7 +117,8 @@ class Page:
 
     async def attach(self) -> None:
         """Open the page, empty."""
-        context = (await self.send("Target.createBrowserContext", disposeOnDetach=True))["browserContextId"]
+        made = await self.send("Target.createBrowserContext", disposeOnDetach=True)
+        self._context = context = made["browserContextId"]
         permissions = ["clipboardReadWrite"]
         await self.send("Browser.grantPermissions", permissions=permissions, browserContextId=context)
         target = await self.send("Target.createTarget", url="about:blank", browserContextId=context)
@@ -153,7 +155,9 @@ class Page:
         self._loaded.clear()
         await self.send(method, **parameters)
         await asyncio.wait_for(self._loaded.wait(), 20)
-        await self.until("document.querySelector('#pulse.well, #banner:not([hidden])') !== null")
+        await self.until(
+            "document.querySelector('#pulse.well, #banner:not([hidden]), dialog[open]') !== null"
+        )
 
     async def evaluate(self, script: str) -> Any:
         """The value of an expression in the page."""
@@ -197,12 +201,14 @@ class Page:
         await self.send("Input.dispatchKeyEvent", type="keyDown", text=text, **event)
         await self.send("Input.dispatchKeyEvent", type="keyUp", **event)
 
-    async def hide(self, hidden: bool = True) -> None:
-        """Be in the background, as a tab behind another one is."""
-        await self.evaluate(
-            f"Object.defineProperty(document, 'hidden', {{value: {json.dumps(hidden)}, configurable: true}});"
-            "document.dispatchEvent(new Event('visibilitychange'))"
-        )
+    @contextlib.asynccontextmanager
+    async def hidden(self) -> AsyncIterator[None]:
+        """For the block another tab is in front of it."""
+        other = await self.send("Target.createTarget", url="about:blank", browserContextId=self._context)
+        await self.until("document.hidden")
+        yield
+        await self.send("Target.closeTarget", targetId=other["targetId"])
+        await self.until("!document.hidden")
 
     async def screenshot(self, path: Path) -> None:
         """What is on view, as PNG."""
