@@ -18,7 +18,7 @@ from quantd.daemon.grammar_messages import Checked, CheckGrammar
 from quantd.engine.connection import Connection
 from quantd.engine.errors import RequestError
 from quantd.engine.grammar import STACK_BYTES, GrammarCompiler, start_thread
-from quantd.engine.loop import die_with_parent
+from quantd.engine.parent import die_with_parent
 from quantd.engine.plan import RequestState
 from quantd.engine.request import Request, SamplingParams
 from quantd.engine.token_masks import TokenMasks

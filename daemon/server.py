@@ -29,7 +29,7 @@ from quantd.daemon.limits import Limits
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import LoadTokenizer, Models
 from quantd.daemon.service import Service
-from quantd.daemon.sockets import name_of, tcp_sockets, unix_socket
+from quantd.daemon.sockets import allow_open_files, name_of, tcp_sockets, unix_socket
 from quantd.daemon.store import Store
 from quantd.daemon.supervision import Notifier
 from quantd.daemon.template_process import TemplateProcess
@@ -42,6 +42,8 @@ from quantd.kernels.errors import QuantdError
 
 _log = logging.getLogger(__name__)
 
+# Files that are open beside the connections of clients: engines, workers, models that are fetched.
+_OTHER_FILES = 512
 # What engines may take to end, beside the requests that run.
 _CLOSE_SECONDS = 10.0
 
@@ -53,6 +55,7 @@ def run_server(config: ServeConfig) -> int:
     at once and gives 1. Raises ListenError, and ModelNotFoundError for a model to preload.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
+    allow_open_files(config.limits.max_connections + _OTHER_FILES)
     with contextlib.ExitStack() as opened:
         listeners = _listen(config, opened)
         _check_reach(listeners, config.access.key_file(config.paths.state))

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import shutil
 import socket
 import stat
@@ -111,6 +112,13 @@ def _tcp_socket(
     listener.bind(address)
     listener.listen(_BACKLOG)
     return listener
+
+
+def allow_open_files(number: int) -> None:
+    """Let this process have so many files open, or as many as it may have at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < number:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(number, hard), hard))
 
 
 def name_of(listener: socket.socket) -> str:

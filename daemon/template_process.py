@@ -22,7 +22,7 @@ from quantd.daemon.side_process import SideProcess
 from quantd.daemon.templates import run_template
 from quantd.engine.connection import Connection
 from quantd.engine.errors import RequestError
-from quantd.engine.loop import die_with_parent
+from quantd.engine.parent import die_with_parent
 
 COMMAND = (sys.executable, "-P", "-m", "quantd.daemon.template_process")
 RENDER_SECONDS = 5.0

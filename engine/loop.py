@@ -6,7 +6,6 @@ then ModelInfo or Failed; after that ToEngine and FromEngine frames. Torch is im
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -43,6 +42,7 @@ from quantd.engine.messages import (
     ToEngine,
 )
 from quantd.engine.outbox import HOLD_SECONDS, Outbox
+from quantd.engine.parent import die_with_parent
 from quantd.engine.plan import Plan, Runner
 from quantd.engine.prefix_cache import block_keys
 from quantd.engine.ranks import Fail
@@ -55,7 +55,6 @@ Progress: TypeAlias = Callable[[int, int], None]
 BuildRunner: TypeAlias = Callable[[EngineConfig, Progress, Fail], Runner]
 """Progress is told bytes loaded and in all; Fail, from any thread, why the engine can do no more."""
 
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 
@@ -239,12 +238,6 @@ def _read(connection: Connection, inbox: SimpleQueue[Incoming]) -> None:
     except Exception:
         logger.exception("the engine process got what it cannot read")
         os._exit(1)
-
-
-def die_with_parent() -> None:
-    """A second belt beside the socket's end: the kernel kills this process with the thread that made it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def kind_of(error: Exception) -> str:

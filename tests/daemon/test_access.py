@@ -251,12 +251,14 @@ def test_the_kernel_tells_who_is_at_the_other_end_of_a_pair() -> None:
         assert Connection(one).uid == os.geteuid() and Connection(one).is_unix
 
 
-@pytest.fixture(params=["127.0.0.1", "::1"])
+@pytest.fixture(params=[("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")])
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Both ends of a TCP connection: the client's, the daemon's."""
-    family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
-    with socket.create_server((request.param, 0), family=family) as listener:
-        client = socket.create_connection(listener.getsockname()[:2])
+    address, target = request.param
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    both = address == "::"
+    with socket.create_server((address, 0), family=family, dualstack_ipv6=both) as listener:
+        client = socket.create_connection((target, listener.getsockname()[1]))
         accepted, _ = listener.accept()
         with client, accepted:
             yield client, accepted
