@@ -88,7 +88,7 @@ def make_app(
     app[CARDS] = Cards(service.models)
     app[SLOTS] = PerClient(lambda client: Slots(control.state / "slots" / client.file_name))
     app[PREFIXES] = StoredPrefixes(control.prefixes)
-    app[LIBRARY] = Library(service.models)
+    app[LIBRARY] = Library(service.models, app[PREFIXES])
     app[TABLE] = ROUTES
     app[TIMING] = timing
     app[LIMITS] = limits

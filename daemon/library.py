@@ -13,6 +13,7 @@ from quantd.daemon.blobs import Blobs
 from quantd.daemon.errors import StoreError
 from quantd.daemon.library_worker import Added, Job, Refused, Report, Step
 from quantd.daemon.models import Models
+from quantd.daemon.stored_prefixes import StoredPrefixes
 
 # -P: a file of the working directory must not pass for a module of the daemon.
 _COMMAND = (sys.executable, "-P", "-m", "quantd.daemon.library_worker")
@@ -21,10 +22,11 @@ _COMMAND = (sys.executable, "-P", "-m", "quantd.daemon.library_worker")
 class Library:
     """The store of a daemon's models, and the blobs that clients have sent."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self, models: Models, prefixes: StoredPrefixes) -> None:
         self.store = models.store
         self.blobs = Blobs(models.store.root / ".blobs")
         self._models = models
+        self._prefixes = prefixes
 
     async def add(self, job: Job) -> AsyncGenerator[Step]:
         """Do a job; the steps on its way. Closing the generator ends it.
@@ -44,7 +46,7 @@ class Library:
             await self._models.retire(report.name)
 
     async def delete(self, name: str) -> None:
-        """Delete a model from disk, and from memory once its requests are done.
+        """Delete a model from disk, with its prefixes, and from memory once its requests are done.
 
         Raises ModelNotFoundError.
         """
@@ -52,6 +54,7 @@ class Library:
         await asyncio.to_thread(self.store.remove, name)
         await asyncio.to_thread(self.blobs.prune)
         await self._models.retire(name)
+        await asyncio.to_thread(self._prefixes.clear, name)
 
 
 async def _reports(job: Job) -> AsyncGenerator[Report]:

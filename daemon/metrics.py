@@ -32,6 +32,7 @@ _COUNTERS = (
     ("generated_tokens", "generation_tokens", "Tokens generated"),
     ("prefix_queries", "prefix_cache_queries", "Tokens looked up in the prefix cache"),
     ("prefix_hits", "prefix_cache_hits", "Tokens found in the prefix cache"),
+    ("disk_hits", "prefix_cache_disk_hits", "Tokens of the prefix cache read from disk"),
     ("preemptions", "num_preemptions", "Requests put back to make room"),
     ("evictions", "prefix_cache_evictions", "Cached blocks given up to make room"),
     ("aborts", "num_aborts", "Requests whose client left"),

@@ -6,6 +6,7 @@ What a prefix goes on from is a line of its own, so sizes add up. Texts are not 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -109,6 +110,11 @@ class StoredPrefixes:
         for block in blocks:
             block.path.unlink(missing_ok=True)
         return Removed(len(doomed), sum(block.num_bytes for block in blocks), [block.key for block in blocks])
+
+    def clear(self, model: str) -> None:
+        """Delete what there is of a model, which may be nothing."""
+        with contextlib.suppress(PrefixNotFoundError):
+            self.remove(model=model)
 
     def pin(self, ids: Collection[str], pinned: bool = True) -> list[StoredPrefix]:
         """Keep lines, and what they go on from, whatever else needs room.

@@ -74,10 +74,13 @@ def show_command(name: str, as_json: bool) -> None:
 @click.argument("names", nargs=-1, required=True)
 @json_option
 def rm_command(names: tuple[str, ...], as_json: bool) -> None:
-    """Remove models from disk."""
-    store = _store()
+    """Remove models from disk, with their prefixes (see quantd cache)."""
+    from quantd.daemon.stored_prefixes import StoredPrefixes  # as the store
+
+    store, prefixes = _store(), StoredPrefixes(Paths.from_env().prefixes)
     for name in names:
         store.remove(name)
+        prefixes.clear(name)
     if as_json:
         print_json({"removed": names})
     else:

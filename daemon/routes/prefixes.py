@@ -11,8 +11,10 @@ from aiohttp import web
 
 from quantd.daemon.access.scope import Scope
 from quantd.daemon.models import Models
+from quantd.daemon.routes.content import json_of
 from quantd.daemon.routes.keys import CONTROL, PREFIXES
 from quantd.daemon.routes.route import Route
+from quantd.daemon.wire.control_replies import Prefixes, RemovedPrefixes
 from quantd.daemon.wire.errors import json_response
 from quantd.engine.errors import EngineDiedError
 
@@ -63,7 +65,17 @@ async def _drop(models: Models, keys: Sequence[bytes] | None) -> None:
 
 
 PREFIX_ROUTES: Sequence[Route] = (
-    Route("GET", "/quantd/cache", prefixes, Scope.ADMIN),
-    Route("POST", "/quantd/cache/rm", remove, Scope.ADMIN, RemoveBody, refusals=(404,)),
-    Route("POST", "/quantd/cache/pin", pin, Scope.ADMIN, PinBody, refusals=(404,)),
+    Route("GET", "/quantd/cache", prefixes, Scope.ADMIN, contents=[json_of(Prefixes)]),
+    Route(
+        "POST",
+        "/quantd/cache/rm",
+        remove,
+        Scope.ADMIN,
+        RemoveBody,
+        refusals=(404,),
+        contents=[json_of(RemovedPrefixes)],
+    ),
+    Route(
+        "POST", "/quantd/cache/pin", pin, Scope.ADMIN, PinBody, refusals=(404,), contents=[json_of(Prefixes)]
+    ),
 )

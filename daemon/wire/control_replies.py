@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired, TypedDict
 
+from quantd.daemon.stored_prefixes import StoredPrefix
+
 
 class Version(TypedDict):
     version: str
@@ -55,6 +57,19 @@ class Asleep(TypedDict):
 
 class Awake(TypedDict):
     status: Literal["awake"]
+
+
+class Prefixes(TypedDict):
+    """See quantd.daemon.stored_prefixes."""
+
+    prefixes: list[StoredPrefix]
+
+
+class RemovedPrefixes(TypedDict):
+    """How many, and of how many bytes."""
+
+    prefixes: int
+    bytes: int
 
 
 class Stopping(TypedDict):

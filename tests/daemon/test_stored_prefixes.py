@@ -85,6 +85,7 @@ def test_removing_a_model_or_all(root: Path) -> None:
     stored = StoredPrefixes(root)
     with pytest.raises(PrefixNotFoundError, match="nosuch"):
         stored.remove(model="nosuch")
+    stored.clear("nosuch")
     assert stored.remove(model="other:latest").num_bytes == 5 * FILE
     stored.pin([prefix.id for prefix in stored.all()])
     assert stored.remove(everything=True).prefixes == 3
@@ -165,3 +166,7 @@ async def test_routes() -> None:
         assert daemon.engine.dropped[1] is None
         assert await daemon.get("/quantd/cache") == (200, {"prefixes": []})
         assert await daemon.post("/quantd/cache/rm", {}) == (200, {"prefixes": 0, "bytes": 0})
+        store(folder, SYSTEM, 1000.0)
+        async with daemon.session.delete("http://x/api/delete", json={"model": "tiny"}) as response:
+            assert response.status == 200, await response.text()
+        assert await daemon.get("/quantd/cache") == (200, {"prefixes": []})
