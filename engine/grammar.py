@@ -18,14 +18,11 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quantd.engine.errors import RequestError
 from quantd.engine.request import SamplingParams
-
-BitRow: TypeAlias = npt.NDArray[np.int32]
-"""A bit for each token, bit i % 32 of word i // 32: whether it may come next."""
+from quantd.kernels.shortlist import BitRow
 
 STACK_BYTES = 64 << 20
 COMPILE_SECONDS = 20.0

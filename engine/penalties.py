@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quantd.engine.grammar import BitRow
 from quantd.engine.plan import RequestState
 from quantd.kernels.shortlist import Row
 
@@ -30,14 +29,6 @@ def adjusted(row: Row, state: RequestState) -> Row:
     for apply in steps:
         apply(state, row)
     return row
-
-
-def allowed(row: Row, bits: BitRow) -> Row:
-    """A copy of the logits with minus infinity for each token whose bit is not set."""
-    found = np.unpackbits(bits.view(np.uint8), count=len(row), bitorder="little").view(np.bool_)
-    copy = np.full_like(row, -np.inf)
-    np.copyto(copy, row, where=found)
-    return copy
 
 
 def masked_ends(state: RequestState, num_output: int) -> tuple[int, ...]:

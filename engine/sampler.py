@@ -1,7 +1,7 @@
 """From logits to tokens, each request by its own SamplingParams and its own random stream.
 
 Rows are worked on one at a time, so a result never depends on who else is in the batch. The order is:
-raw log probabilities, masks and penalties, greedy or temperature, top_k, top_p, min_p, draw.
+raw log probabilities, penalties, masks, greedy or temperature, top_k, top_p, min_p, draw.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from quantd.engine.errors import NumericsError, RequestError
 from quantd.engine.logprobs import TokenIds, largest, token_logprob
-from quantd.engine.penalties import adjusted, allowed
+from quantd.engine.penalties import adjusted
 from quantd.engine.plan import RequestState
 from quantd.engine.random_stream import uniform
 from quantd.engine.request import SamplingParams, TokenLogprob
 from quantd.engine.token_masks import NO_MASKS, Masks
 from quantd.kernels.errors import QuantdError
-from quantd.kernels.shortlist import GREEDY_BELOW, Cut, Row, Shortlist, shortlists
+from quantd.kernels.shortlist import GREEDY_BELOW, BitRow, Cut, Row, Shortlist, shortlists
 
-Shortlists: TypeAlias = Callable[[Sequence[Row], Sequence[Cut]], list[Shortlist]]
+Shortlists: TypeAlias = Callable[[Sequence[Row], Sequence[Cut], Sequence[BitRow | None]], list[Shortlist]]
 
 NOT_FINITE = "the model gave logits that are not finite (NaN or Inf)"
 NOTHING_ALLOWED = "min_tokens masks every token: stop_token_ids name the whole vocabulary"
@@ -49,18 +49,17 @@ class Sampler:
     ) -> list[Sample]:
         """logits: float32 [R, V] on the CPU, row r for requests[r], as are the masks."""
         raw = list(logits.numpy())
-        rows = [adjusted(*one) for one in zip(_masked(raw, masks, requests), requests, strict=True)]
+        rows = [adjusted(*one) for one in zip(raw, requests, strict=True)]
         cuts = [cut_of(state.request.sampling, logits.shape[1]) for state in requests]
-        lists = self._shortlists(rows, cuts)
+        lists = self._shortlists(rows, cuts, _bits(masks, requests))
         return [_sample(*one) for one in zip(raw, rows, lists, cuts, requests, strict=True)]
 
 
-def _masked(raw: list[Row], masks: Masks, requests: Sequence[RequestState]) -> list[Row]:
-    """Rows of raw logits, those of requests that may not have every token as they may."""
+def _bits(masks: Masks, requests: Sequence[RequestState]) -> Sequence[BitRow | None]:
+    """The masks of those requests that have one; none at all where nobody has."""
     if masks.bits is None:
-        return raw
-    rows = zip(raw, masks.bits, requests, strict=True)
-    return [allowed(row, bits) if state.is_held else row for row, bits, state in rows]
+        return ()
+    return [row if state.is_held else None for row, state in zip(masks.bits, requests, strict=True)]
 
 
 def cut_of(params: SamplingParams, vocab_size: int) -> Cut:

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from quantd.kernels.shortlist import Cut, Row, Shortlist
+from quantd.kernels.shortlist import Cut, Masks, Row, Shortlist
 from quantd.kernels.weights import Weight
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -160,7 +160,7 @@ class Ops(Protocol):
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
         """Outputs [M, N_i] side by side -> [M, sum of N_i]; for weights too unlike to be packed as one."""
 
-    def shortlists(self, rows: Sequence[Row], cuts: Sequence[Cut]) -> list[Shortlist]:
+    def shortlists(self, rows: Sequence[Row], cuts: Sequence[Cut], masks: Masks = ()) -> list[Shortlist]:
         """What tokens are drawn from, of rows of logits [V] in the CPU's memory; see kernels/shortlist.py."""
 
     def compile(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantd.kernels.ops import Activation, AttentionInputs, HeadShape, KVLayer, QKNorm, RopeTable
-from quantd.kernels.shortlist import Cut, Row, Shortlist, shortlists
+from quantd.kernels.shortlist import Cut, Masks, Row, Shortlist, shortlists
 from quantd.kernels.weights import DenseWeight, Weight
 
 Activations = Literal["auto", "fp32"]
@@ -208,9 +208,9 @@ class ReferenceOps:
         """[M, N_i] each -> [M, sum of N_i]."""
         return torch.cat(tuple(parts), 1)
 
-    def shortlists(self, rows: Sequence[Row], cuts: Sequence[Cut]) -> list[Shortlist]:
+    def shortlists(self, rows: Sequence[Row], cuts: Sequence[Cut], masks: Masks = ()) -> list[Shortlist]:
         """See quantd.kernels.shortlist."""
-        return shortlists(rows, cuts)
+        return shortlists(rows, cuts, masks)
 
     def compile(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Nothing to record."""

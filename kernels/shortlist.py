@@ -13,12 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 Row = npt.NDArray[np.float32]
+BitRow = npt.NDArray[np.int32]
+"""A bit for each token, bit i % 32 of word i // 32: whether it may come next."""
 
 GREEDY_BELOW = 1e-5
 """A temperature that is colder asks for the likeliest token."""
 
 
 _LEAST_WEIGHT = float(np.finfo(np.float32).smallest_subnormal)
+
+
+Masks = Sequence[BitRow | None]
 
 
 class Cut(NamedTuple):
@@ -37,6 +42,9 @@ class Cut(NamedTuple):
 class Shortlist(NamedTuple):
     """largest: the largest logit; best: the first token that has it. finite: whether all logits are.
 
+    Of a row with a mask, largest and what follows are of the tokens that it leaves; where it leaves none,
+    largest is minus infinity.
+
     With a temperature: weights e^((logit - largest) / temperature) of `ids` (ascending), or of all tokens
     where that is None; all that `Cut` leaves are among them, and few others. total: of all tokens.
     """
@@ -49,17 +57,20 @@ class Shortlist(NamedTuple):
     total: float = 0.0
 
 
-def shortlists(rows: Sequence[Row], cuts: Sequence[Cut]) -> list[Shortlist]:
-    """For each row of logits [V] and its cut."""
-    return [_shortlist(row, cut) for row, cut in zip(rows, cuts, strict=True)]
+def shortlists(rows: Sequence[Row], cuts: Sequence[Cut], masks: Masks = ()) -> list[Shortlist]:
+    """For each row of logits [V], its cut and its mask. masks: empty where no row has one."""
+    triples = zip(rows, cuts, masks or [None] * len(rows), strict=True)
+    return [_shortlist(row, cut, mask) for row, cut, mask in triples]
 
 
-def _shortlist(row: Row, cut: Cut) -> Shortlist:
+def _shortlist(row: Row, cut: Cut, mask: BitRow | None) -> Shortlist:
+    finite = math.isfinite(row.max()) and math.isfinite(row.min())
+    if mask is not None:
+        row = _allowed(row, mask)
     best = int(row.argmax())
     largest = float(row[best])
     if not math.isfinite(largest):
-        return Shortlist(largest, best, False)
-    finite = math.isfinite(row.min())
+        return Shortlist(largest, best, finite)
     if cut.temperature <= 0:
         return Shortlist(largest, best, finite)
     weights = np.exp((row - row[best]) / np.float32(cut.temperature))
@@ -69,6 +80,14 @@ def _shortlist(row: Row, cut: Cut) -> Shortlist:
         return Shortlist(largest, best, finite, None, weights, total)
     ids = np.flatnonzero(weights >= floor)
     return Shortlist(largest, best, finite, ids, weights[ids], total)
+
+
+def _allowed(row: Row, mask: BitRow) -> Row:
+    """A copy of the logits with minus infinity for each token whose bit is not set."""
+    found = np.unpackbits(mask.view(np.uint8), count=len(row), bitorder="little").view(np.bool_)
+    copy = np.full_like(row, -np.inf)
+    np.copyto(copy, row, where=found)
+    return copy
 
 
 def _floor(weights: Row, total: float, cut: Cut) -> float:

@@ -169,6 +169,7 @@ class AttentionArgs(Structure):
 class Shortlist(Structure):
     _fields_ = (
         ("logits", c_void_p),
+        ("mask", c_void_p),
         ("tail", c_double),
         ("total", c_double),
         ("top_k", c_int64),

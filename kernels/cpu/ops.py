@@ -14,7 +14,7 @@ from quantd.kernels.cpu.program import Call, Replay, place
 from quantd.kernels.cpu.shortlist import shortlists_in_c
 from quantd.kernels.cpu.weights import PackedMatrix, pack
 from quantd.kernels.ops import Activation, AttentionInputs, HeadShape, KVLayer, QKNorm, RopeTable
-from quantd.kernels.shortlist import Cut, Row, Shortlist
+from quantd.kernels.shortlist import Cut, Masks, Row, Shortlist
 from quantd.kernels.weights import Weight
 
 _ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
@@ -160,9 +160,9 @@ class CpuOps:
             column += width
         return out
 
-    def shortlists(self, rows: Sequence[Row], cuts: Sequence[Cut]) -> list[Shortlist]:
+    def shortlists(self, rows: Sequence[Row], cuts: Sequence[Cut], masks: Masks = ()) -> list[Shortlist]:
         """See quantd.kernels.shortlist."""
-        return shortlists_in_c(self._lib, rows, cuts)
+        return shortlists_in_c(self._lib, rows, cuts, masks)
 
     def compile(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`forward` (token_ids, inputs, kv) recorded on its first call and replayed, with the same bits.

@@ -20,7 +20,7 @@ from quantd.kernels.gpu.tuning import Gpu, Tuning, gpu_of
 from quantd.kernels.gpu.weights import GpuWeight, pack
 from quantd.kernels.ops import Activation, AttentionInputs, HeadShape, KVLayer, QKNorm, RopeTable
 from quantd.kernels.reference import Activations
-from quantd.kernels.shortlist import Cut, Row, Shortlist, shortlists
+from quantd.kernels.shortlist import Cut, Masks, Row, Shortlist, shortlists
 from quantd.kernels.weights import QuantizedWeight, Weight
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -147,9 +147,9 @@ class GpuOps:
         """[M, N_i] each -> [M, sum of N_i]."""
         return torch.cat(tuple(parts), 1)
 
-    def shortlists(self, rows: Sequence[Row], cuts: Sequence[Cut]) -> list[Shortlist]:
+    def shortlists(self, rows: Sequence[Row], cuts: Sequence[Cut], masks: Masks = ()) -> list[Shortlist]:
         """For logits that have left the GPU; quantd.kernels.gpu.sampling draws from those that have not."""
-        return shortlists(rows, cuts)
+        return shortlists(rows, cuts, masks)
 
     def compile(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """As it is: steps are recorded by their size, which is the runner's affair."""

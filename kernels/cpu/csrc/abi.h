@@ -115,9 +115,12 @@ typedef struct {
 
 /* Of a row of logits: the largest, the first token that has it, whether all are finite. With temperature > 0 also the
  * total of all weights e^((x - largest) / temperature), and those not below a floor, with their ids: among the top_k
- * largest if top_k > 0, else not below tail times the mean and min_weight. count: of those, -1 for more than capacity. */
+ * largest if top_k > 0, else not below tail times the mean and min_weight. count: of those, -1 for more than capacity.
+ * mask: NULL, or a bit for each token, from the lowest of the first word on; those whose bit is 0 are as if they were not
+ * there, but for finite. Where none is left, largest is minus infinity. */
 typedef struct {
   const float *logits;
+  const uint32_t *mask;
   double tail, total;
   int64_t top_k;
   float *weights;

@@ -1,11 +1,22 @@
 /* What a token is drawn from: of a row of logits the largest, the weights exp((x - largest) / temperature), their sum,
  * and the few that are not below a floor. A chunk is a row. */
+#include <float.h>
+
 #include "pool.h"
 #include "vmath.h"
 
 #define SEGMENT 512
 #define BINS 512
 #define BINS_PER_UNIT 16 /* of (largest - x) / temperature */
+
+/* Copies n elements, `other` in the place of those whose bit is 0; out may be x. */
+static void hold(const float *x, const uint32_t *mask, long n, float other, float *out) {
+  for (long i = 0; i < n; i += 32) {
+    uint32_t word = mask[i / 32];
+    long end = min_long(32, n - i);
+    for (long j = 0; j < end; j++) out[i + j] = (word >> j & 1) ? x[i + j] : other;
+  }
+}
 
 /* The largest of n elements; NaN or infinite ones make *bad NaN. */
 static float largest_of(const float *x, long n, v16 *bad) {
@@ -24,10 +35,10 @@ static float largest_of(const float *x, long n, v16 *bad) {
 }
 
 /* Writes weights of n tokens from `first` on and returns their sum. */
-static double weigh(const qd_shortlist *list, long first, long n, float *weights) {
+static double weigh(const qd_shortlist *list, const float *logits, long first, long n, float *weights) {
   v16 sum = v_zero(), temperature = v_set1(list->temperature), largest = v_set1(list->largest);
   for (long i = 0; i < n; i += LANES) {
-    v16 x = v_sub(v_load_n(list->logits + first + i, n - i), largest);
+    v16 x = v_sub(v_load_n(logits + first + i, n - i), largest);
     v16 w = v_keep(v_exp(v_div(x, temperature)), 0, n - i, v_zero());
     sum = v_add(sum, w);
     v_store(weights + first + i, w);
@@ -36,11 +47,11 @@ static double weigh(const qd_shortlist *list, long first, long n, float *weights
 }
 
 /* A floor that leaves at least `count` weights, and few more. */
-static float floor_of_top(const qd_shortlist *list, long n) {
+static float floor_of_top(const qd_shortlist *list, const float *logits, long n) {
   long bins[BINS] = {0}, bin = 0, kept = 0;
   float floor[LANES];
   for (long i = 0; i < n; i++) {
-    float below = (list->largest - list->logits[i]) / list->temperature * BINS_PER_UNIT;
+    float below = (list->largest - logits[i]) / list->temperature * BINS_PER_UNIT;
     if (below < BINS) bins[(long)below]++;
   }
   while (bin < BINS && kept < list->top_k) kept += bins[bin++];
@@ -50,8 +61,8 @@ static float floor_of_top(const qd_shortlist *list, long n) {
   return floor[0];
 }
 
-static float floor_of(const qd_shortlist *list, long n) {
-  if (list->top_k > 0) return floor_of_top(list, n);
+static float floor_of(const qd_shortlist *list, const float *logits, long n) {
+  if (list->top_k > 0) return floor_of_top(list, logits, n);
   float tail = (float)(list->tail * list->total / (double)n);
   return tail > list->min_weight ? tail : list->min_weight;
 }
@@ -73,8 +84,7 @@ static int32_t collect(const float *weights, long n, float floor, long capacity,
   return (int32_t)count;
 }
 
-static void find_best(qd_shortlist *list, long n) {
-  const float *x = list->logits;
+static void find_best(qd_shortlist *list, const float *x, long n) {
   long best = 0;
   v16 bad = v_zero();
   list->largest = -INFINITY;
@@ -90,20 +100,33 @@ static void find_best(qd_shortlist *list, long n) {
 static void chunk(const void *args, const qd_step *step, int phase, long index, qd_thread *thread) {
   const qd_shortlist_args *a = args;
   qd_shortlist *list = a->lists + index;
-  float *weights = (float *)(void *)thread->scratch;
+  long n = a->vocab_size;
+  float *weights = (float *)(void *)thread->scratch, *held = weights + round_up(n, LANES), floor;
+  const float *logits = list->logits;
   (void)step, (void)phase;
-  find_best(list, a->vocab_size);
+  find_best(list, logits, n);
   list->count = -1;
-  if (list->temperature <= 0.0f || !list->finite) return;
+  if (!list->finite) return;
+  if (list->mask) {
+    hold(logits, list->mask, n, -INFINITY, held);
+    find_best(list, logits = held, n);
+    list->finite = 1;
+  }
+  if (list->temperature <= 0.0f || list->largest == -INFINITY) return;
   list->total = 0.0;
-  for (long i = 0; i < a->vocab_size; i += SEGMENT)
-    list->total += weigh(list, i, min_long(SEGMENT, a->vocab_size - i), weights);
-  list->count = collect(weights, a->vocab_size, floor_of(list, a->vocab_size), a->capacity, list);
+  for (long i = 0; i < n; i += SEGMENT) list->total += weigh(list, logits, i, min_long(SEGMENT, n - i), weights);
+  floor = floor_of(list, logits, n);
+  if (list->mask) {
+    /* No logit is so small that its weight would be less than FLT_MIN. */
+    hold(weights, list->mask, n, 0.0f, weights);
+    floor = floor > FLT_MIN ? floor : FLT_MIN;
+  }
+  list->count = collect(weights, n, floor, a->capacity, list);
 }
 
 static long scratch_bytes(const void *args, const qd_step *step) {
   (void)step;
-  return round_up(((const qd_shortlist_args *)args)->vocab_size, LANES) * (long)sizeof(float);
+  return 2 * round_up(((const qd_shortlist_args *)args)->vocab_size, LANES) * (long)sizeof(float);
 }
 
 static long num_chunks(const void *args, const qd_step *step, int phase, int num_threads) {

@@ -372,10 +372,19 @@ static void check_attentions(check *c) {
 
 #define CAPACITY 32
 
+/* NULL for one row of two. */
+static const uint32_t *mask_of(check *c, long vocab_size) {
+  long num_words = (vocab_size + 31) / 32;
+  uint32_t *mask = take(c, 4 * num_words);
+  for (long i = 0; i < num_words; i++) mask[i] = (uint32_t)below(c, 1 << 16) << 16 | (uint32_t)below(c, 1 << 16);
+  return coin(c) ? mask : NULL;
+}
+
 static void check_shortlist(check *c, long vocab_size, long top_k) {
   float *logits = activations(c, vocab_size);
+  const uint32_t *mask = mask_of(c, vocab_size);
   spoil(c, logits, vocab_size);
-  qd_shortlist list = {.logits = logits, .tail = 1e-3, .top_k = top_k, .min_weight = 1e-6f,
+  qd_shortlist list = {.logits = logits, .mask = mask, .tail = 1e-3, .top_k = top_k, .min_weight = 1e-6f,
                        .temperature = (float)below(c, 3) * 0.4f};
   list.weights = take(c, 4 * CAPACITY), list.ids = take(c, 4 * CAPACITY);
   qd_shortlist_args args = {&list, 1, vocab_size, CAPACITY};
