@@ -53,7 +53,7 @@ def _configured(model: str | None, config: ServeConfig) -> Endpoint:
 
 def _running(client: DaemonClient, model: str | None, config: ServeConfig) -> Endpoint:
     status = client.get("/quantd/status")
-    host, port = _address(client, status["listening"])
+    host, port = tcp_address(client, status["listening"])
     entries = {entry["id"]: entry for entry in client.get("/v1/models")["data"]}
     loaded = [entry["name"] for entry in status["models"] if entry["info"] is not None]
     store = Store(config.paths.models)
@@ -100,7 +100,8 @@ def _capabilities(store: Store, name: str) -> Capabilities | None:
         return None
 
 
-def _address(client: DaemonClient, listening: Sequence[str]) -> tuple[str, int]:
+def tcp_address(client: DaemonClient, listening: Sequence[str]) -> tuple[str, int]:
+    """Host and port at which other programs reach the daemon that listens there. Raises ConfigError."""
     if isinstance(client.address, tuple):
         return client.address
     for name in listening:

@@ -28,6 +28,7 @@ _COMMANDS = {
     "stop": "control",
     "cache": "cache",
     "connect": "connect",
+    "open": "open",
     "bench": "bench",
     "doctor": "doctor",
     "service": "service",

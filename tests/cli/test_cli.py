@@ -83,6 +83,18 @@ def test_a_closed_stdout_is_no_fault(environment: dict[str, str]) -> None:
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+def test_open_shows_the_page_to_who_has_a_browser(quantd, fake_daemon: FakeDaemon, tmp_path: Path) -> None:
+    browser, seen = tmp_path / "browser", tmp_path / "seen"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {seen}\n')
+    browser.chmod(0o755)
+    none = {"BROWSER": "", "DISPLAY": "", "WAYLAND_DISPLAY": ""}
+    for variables in (none, none | {"BROWSER": str(browser)}):
+        assert not seen.exists()
+        done = quantd("open", "--socket", str(fake_daemon.socket), **variables)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "http://127.0.0.1:11999/\n", "")
+    assert seen.read_text() == "http://127.0.0.1:11999/\n"
+
+
 def test_wrong_usage_is_status_2(quantd) -> None:
     for args in (("bogus",), ("load",), ("run", "tiny", "Hi", "--seed", "x"), ("run", "tiny", "--json")):
         assert quantd(*args).returncode == 2, args

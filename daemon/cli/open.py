@@ -1,0 +1,31 @@
+"""`quantd open`: the daemon's page, in the browser of this desktop."""
+
+from __future__ import annotations
+
+import os
+import webbrowser
+
+import click
+
+from quantd.daemon.cli.client import find_daemon
+from quantd.daemon.cli.options import client_options
+from quantd.daemon.config import client_sockets
+
+
+@click.command("open")
+@client_options
+def open_command(socket: str | None, host: str | None) -> None:
+    """Open the daemon's page in a browser; print its address."""
+    from quantd.daemon.cli.endpoint import tcp_address
+
+    client = find_daemon(client_sockets(socket), host)
+    name, port = tcp_address(client, client.get("/quantd/status")["listening"])
+    url = f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
+    click.echo(url)
+    if _has_browser():
+        webbrowser.open(url)
+
+
+def _has_browser() -> bool:
+    """Whether a browser would have a window: one in this terminal is not what was asked for."""
+    return any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
