@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from quantd.daemon.capabilities import Capabilities, read_capabilities
 from quantd.daemon.cli.client import DaemonClient, find_daemon
-from quantd.daemon.config import ServeConfig, client_sockets
-from quantd.daemon.connect.endpoint import Endpoint
+from quantd.daemon.config import ServeConfig, client_key, client_sockets
+from quantd.daemon.connect.endpoint import ANY_KEY, Endpoint
 from quantd.daemon.errors import ConfigError, ModelNotFoundError, NoDaemonError
 from quantd.daemon.model_files import read_json
 from quantd.daemon.store import Store
@@ -48,7 +48,7 @@ def _configured(model: str | None, config: ServeConfig) -> Endpoint:
     trained, asked = trained_len(store, name), config.engine.max_model_len
     limit = min(trained, asked) if trained and asked else trained or asked
     host = _LOOPBACK.get(config.host, config.host)
-    return Endpoint(host, config.port, name, limit, _capabilities(store, name))
+    return Endpoint(host, config.port, name, limit, _capabilities(store, name), key=_key())
 
 
 def _running(client: DaemonClient, model: str | None, config: ServeConfig) -> Endpoint:
@@ -60,8 +60,20 @@ def _running(client: DaemonClient, model: str | None, config: ServeConfig) -> En
     name = choose_model(model, list(entries), loaded, config.model)
     limit = entries[name].get("max_model_len") or trained_len(store, name)
     return Endpoint(
-        host, port, name, limit, _capabilities(store, name), answers=True, is_loaded=name in loaded
+        host,
+        port,
+        name,
+        limit,
+        _capabilities(store, name),
+        answers=True,
+        is_loaded=name in loaded,
+        key=_key(),
     )
+
+
+def _key() -> str:
+    """What programs are to send as their API key."""
+    return client_key() or ANY_KEY
 
 
 def choose_model(asked: str | None, known: Sequence[str], loaded: Sequence[str], preset: str | None) -> str:

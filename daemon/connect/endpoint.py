@@ -8,6 +8,8 @@ from quantd.daemon.capabilities import Capabilities
 from quantd.daemon.errors import ConfigError
 
 _MOST_OUTPUT = 16384
+# Programs that want a key get this one where the daemon wants none.
+ANY_KEY = "quantd"
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Endpoint:
 
     max_model_len: tokens of prompt and answer together. capabilities: what the model can do. None for either
     where nobody here knows. answers: whether the daemon does. is_loaded: whether max_model_len is what is
-    served, or only the most that could be.
+    served, or only the most that could be. key: for programs that send one.
     """
 
     host: str
@@ -26,6 +28,12 @@ class Endpoint:
     capabilities: Capabilities | None = None
     answers: bool = False
     is_loaded: bool = False
+    key: str = ANY_KEY
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether programs that send no key of their own accord have to be told one."""
+        return self.key != ANY_KEY
 
     @property
     def host_port(self) -> str:

@@ -11,9 +11,6 @@ from quantd.daemon.connect.endpoint import Endpoint
 from quantd.daemon.connect.folders import UserFolders
 from quantd.daemon.connect.probes import Probe
 
-# Programs that want a key get this one; a daemon does not look at it.
-KEY = "quantd"
-
 Files: TypeAlias = Callable[[Endpoint, UserFolders], Sequence[ConfigFile]]
 
 

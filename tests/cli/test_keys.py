@@ -22,7 +22,7 @@ def test_keys_of_a_daemon_that_does_not_run(quantd, environment: dict[str, str])
     assert [entry["name"] for entry in json.loads(listed)] == ["laptop"]
     assert done.stdout.strip() not in listed and key.sha256 not in listed
     assert quantd("key", "rm", "laptop").stdout == "Removed laptop.\n"
-    assert file.all() == ()
+    assert not file.all()
     failed = quantd("key", "rm", "laptop")
     assert failed.returncode == 1 and "there is no key 'laptop'" in failed.stderr
 

@@ -44,6 +44,10 @@ EDITORS = [
     "gptel",
     "ellama",
 ]
+TAKE_A_KEY = {
+    *("aider", "claude-code", "cline", "codecompanion", "codex", "continue", "gptel", "jetbrains", "minuet"),
+    *("open-webui", "opencode", "tabby"),
+}
 NAMES = [*EDITORS, *AGENTS, "copilot", "jetbrains", "open-webui", "tabby"]
 
 
@@ -103,6 +107,17 @@ def written(
     assert read == {file.path: file.preview() for file in files}
     parsers = {**PARSERS, "own": lua if name != "llama.vim" else str}
     return {str(file.path.relative_to(folders.home)): parsers[file.format](read[file.path]) for file in files}
+
+
+def test_programs_that_send_a_key_get_the_users(folders: UserFolders) -> None:
+    endpoint = dataclasses.replace(ENDPOINT, key="a real key")
+    told = {
+        name: "".join(file.preview() for file in tool.files(endpoint, folders))
+        + repr((tool.variables(endpoint), tool.steps(endpoint)))
+        for name, tool in TOOLS.items()
+    }
+    sends = {name for name, text in told.items() if "a real key" in text or "QUANTD_KEY" in text}
+    assert sends == TAKE_A_KEY
 
 
 def test_all_of_them_are_known() -> None:

@@ -9,7 +9,7 @@ from quantd.daemon.connect.endpoint import Endpoint
 from quantd.daemon.connect.folders import UserFolders
 from quantd.daemon.connect.merge import Put
 from quantd.daemon.connect.probes import CHAT, OLLAMA_CHAT, SUFFIX
-from quantd.daemon.connect.tool import KEY, Tool
+from quantd.daemon.connect.tool import Tool
 from quantd.daemon.store import full_name
 
 _EDIT_TOKENS = 64
@@ -71,7 +71,7 @@ def _jetbrains_steps(endpoint: Endpoint) -> Sequence[str]:
         "Open Settings > Tools > AI Assistant > Providers & API keys.",
         "Under Third-party AI providers choose OpenAI-compatible.",
         f"URL: {endpoint.v1}",
-        f"API key: {KEY} (any text; the daemon does not look at it)",
+        f"API key: {endpoint.key}",
         f"Tool calling: {'on' if endpoint.takes_tools else 'off'}. Press Test Connection, then Apply.",
         f"Choose {endpoint.model} in the chat, and under Models Assignment for the features to use it.",
     )

@@ -11,7 +11,7 @@ from quantd.daemon.connect.endpoint import Endpoint
 from quantd.daemon.connect.folders import UserFolders, first_there
 from quantd.daemon.connect.merge import Put
 from quantd.daemon.connect.probes import CHAT, OLLAMA_CHAT
-from quantd.daemon.connect.tool import KEY, Files, Tool
+from quantd.daemon.connect.tool import Files, Tool
 
 
 def _init_file(folders: UserFolders) -> Path:
@@ -45,7 +45,7 @@ def _gptel(endpoint: Endpoint) -> str:
         gptel-backend (gptel-make-openai "quantd"
                         :protocol "http"
                         :host "{endpoint.host_port}"
-                        :key "{KEY}"
+                        :key "{endpoint.key}"
                         :stream t
                         :models (list (intern {model})))))
 """

@@ -9,18 +9,18 @@ from quantd.daemon.connect.endpoint import Endpoint
 from quantd.daemon.connect.folders import UserFolders
 from quantd.daemon.connect.merge import Put
 from quantd.daemon.connect.probes import CHAT, SUFFIX
-from quantd.daemon.connect.tool import KEY, Tool
+from quantd.daemon.connect.tool import Tool
 
 
 def _open_webui_variables(endpoint: Endpoint) -> Mapping[str, str]:
     """docs.openwebui.com, environment variables"""
-    return {"OPENAI_API_BASE_URL": endpoint.v1, "OPENAI_API_KEY": KEY}
+    return {"OPENAI_API_BASE_URL": endpoint.v1, "OPENAI_API_KEY": endpoint.key}
 
 
 def _open_webui_steps(endpoint: Endpoint) -> Sequence[str]:
     return (
         "Start Open WebUI with these variables. One that has run before keeps what it knows: there, "
-        f"Admin Panel > Settings > Connections > OpenAI API > +, URL {endpoint.v1}, key {KEY}.",
+        f"Admin Panel > Settings > Connections > OpenAI API > +, URL {endpoint.v1}, key {endpoint.key}.",
         f"From a container the URL is http://host.docker.internal:{endpoint.port}/v1, and the daemon has to "
         "listen beyond loopback (quantd serve --host). It asks for no key, so keep strangers from that port.",
     )
@@ -28,7 +28,7 @@ def _open_webui_steps(endpoint: Endpoint) -> Sequence[str]:
 
 def _tabby_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[ConfigFile]:
     """tabby.tabbyml.com/docs/administration/model: "openai/completion" sends prompt and suffix apart."""
-    api = {"model_name": endpoint.model, "api_endpoint": endpoint.v1, "api_key": KEY}
+    api = {"model_name": endpoint.model, "api_endpoint": endpoint.v1, "api_key": endpoint.key}
     puts = [Put(("model", "chat", "http"), {"kind": "openai/chat", **api})]
     if endpoint.infills:
         puts.append(Put(("model", "completion", "http"), {"kind": "openai/completion", **api}))

@@ -16,7 +16,7 @@ from quantd.daemon.connect.folders import UserFolders
 from quantd.daemon.connect.merge import Put
 from quantd.daemon.connect.probes import CHAT, INFILL, SUFFIX
 from quantd.daemon.connect.text_documents import WHOLE
-from quantd.daemon.connect.tool import KEY, Files, Tool
+from quantd.daemon.connect.tool import Files, Tool
 from quantd.daemon.connect.tools.vscode import ring_chunks
 
 _CHARS_PER_TOKEN = 2
@@ -79,7 +79,7 @@ def _minuet(endpoint: Endpoint) -> str:
   provider_options = {{
     openai_fim_compatible = {{
       name = "quantd",
-      api_key = function() return "{KEY}" end,
+      api_key = function() return "{endpoint.key}" end,
       end_point = "{endpoint.v1}/completions",
       model = {json.dumps(endpoint.model)},
       optional = {{ max_tokens = 64, top_p = 0.9 }},
@@ -98,7 +98,7 @@ def _codecompanion(endpoint: Endpoint) -> str:
         return require("codecompanion.adapters").extend("openai_compatible", {{
           env = {{
             url = "{endpoint.root}",
-            api_key = function() return "{KEY}" end,
+            api_key = function() return "{endpoint.key}" end,
             chat_url = "/v1/chat/completions",
           }},
           schema = {{ model = {{ default = {json.dumps(endpoint.model)} }} }},

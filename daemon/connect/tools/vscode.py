@@ -10,7 +10,7 @@ from quantd.daemon.connect.endpoint import Endpoint
 from quantd.daemon.connect.folders import UserFolders
 from quantd.daemon.connect.merge import Put
 from quantd.daemon.connect.probes import CHAT, INFILL, OLLAMA_INSERT
-from quantd.daemon.connect.tool import KEY, Tool
+from quantd.daemon.connect.tool import Tool
 
 _TOKENS_PER_CHUNK = 2048
 _MOST_CHUNKS = 16
@@ -28,7 +28,7 @@ def _continue_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[Config
         "provider": "openai",
         "model": endpoint.model,
         "apiBase": endpoint.v1,
-        "apiKey": KEY,
+        "apiKey": endpoint.key,
         "roles": ["chat", "edit", "apply"],
         **({"capabilities": ["tool_use"]} if endpoint.takes_tools else {}),
         "defaultCompletionOptions": {"contextLength": endpoint.context, "maxTokens": endpoint.max_output},
@@ -37,6 +37,7 @@ def _continue_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[Config
         "provider": "ollama",
         "model": endpoint.model,
         "apiBase": endpoint.root,
+        **({"apiKey": endpoint.key} if endpoint.needs_key else {}),
         "roles": ["autocomplete"],
         "defaultCompletionOptions": {"contextLength": endpoint.context},
     }
