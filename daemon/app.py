@@ -44,13 +44,13 @@ from quantd.daemon.routes.route import Route, route_of
 from quantd.daemon.service import Service
 from quantd.daemon.slots import Slots
 from quantd.daemon.stored_prefixes import StoredPrefixes
+from quantd.daemon.tracking import name_answer, track_requests
 from quantd.daemon.wire import anthropic
 from quantd.daemon.wire.errors import (
     ERROR_SHAPE,
     ERROR_STATUS,
     ErrorShape,
     answer_errors,
-    name_answer,
     openai_error,
 )
 from quantd.daemon.wire.incoming import LIMITS
@@ -80,7 +80,8 @@ def make_app(
     limits: Limits = DEFAULT_LIMITS,
 ) -> web.Application:
     """The whole surface over one service. Paths work with a slash at the end too."""
-    app = web.Application(middlewares=[_count, answer_errors, guard], client_max_size=limits.max_body)
+    middlewares = [_count, track_requests, answer_errors, guard]
+    app = web.Application(middlewares=middlewares, client_max_size=limits.max_body)
     app[ACCESS] = access
     app[UNDER_WAY] = Admission(limits.max_connections, limits.max_client_queue)
     app[SERVICE] = service

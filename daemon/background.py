@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
+from quantd.daemon.activity import hold_current
 from quantd.daemon.broadcast import Broadcast
 
 
@@ -20,6 +21,8 @@ class Background:
         """Run it. told: is closed at its end."""
         task = asyncio.create_task(work)
         self._tasks[id], self._told[id] = task, told
+        release = hold_current()
+        task.add_done_callback(lambda _: release())
         task.add_done_callback(lambda _: self._end(id))
 
     def told(self, id: str) -> Broadcast | None:

@@ -22,12 +22,12 @@ from quantd.daemon.settings import (
     Setting,
     choice,
     duration,
+    path_or_off,
     seconds,
     setting,
     setting_like,
     settings_of,
     size,
-    socket_path,
     switch,
     tcp_port,
     text,
@@ -103,6 +103,11 @@ class Paths:
     def log(self) -> Path:
         """The log file of daemons that the command line starts by itself."""
         return self.state / "daemon.log"
+
+    @property
+    def requests(self) -> Path:
+        """The log of requests."""
+        return self.state / "requests.jsonl"
 
 
 def config_home(env: Mapping[str, str] | None = None) -> Path:
@@ -196,7 +201,7 @@ class ServeConfig:
     """How a daemon runs. socket, port: None for none. model: the one to load at the start."""
 
     socket: Path | None = setting(
-        socket_path(),
+        path_or_off(),
         "Unix socket to listen on.",
         default_factory=lambda: Paths.from_env().socket,
         env="QUANTD_SOCKET",
@@ -216,6 +221,12 @@ class ServeConfig:
     idle_exit: float | None = setting(
         duration(), "End after so long without a model in memory, to be started again by systemd's sockets."
     )
+    request_log: Path | None = setting(
+        path_or_off(),
+        "File with a line of JSON for each request; no prompts.",
+        default_factory=lambda: Paths.from_env().requests,
+    )
+    log_prompts: bool = setting(switch(), "Write the text of prompts to the request log too.", default=False)
     engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
     limits: Limits = dataclasses.field(default_factory=Limits)
     access: AccessOptions = dataclasses.field(default_factory=AccessOptions)
@@ -245,7 +256,10 @@ def load_config(
     }
     daemon = _gather(ServeConfig, flags, env, f"{path}: ", table)
     return ServeConfig(
-        **({"socket": paths.socket} | daemon), **parts, paths=paths, supervision=Supervision.from_env(env)
+        **({"socket": paths.socket, "request_log": paths.requests} | daemon),
+        **parts,
+        paths=paths,
+        supervision=Supervision.from_env(env),
     )
 
 

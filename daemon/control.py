@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from quantd.daemon.logs import NOWHERE, LogPlace
 from quantd.daemon.models import Models
 
 
@@ -14,7 +15,8 @@ from quantd.daemon.models import Models
 class Control:
     """Where the daemon keeps what lasts and listens, since when, and the event that ends it.
 
-    num_requests: HTTP requests that are being answered, pulls too.
+    num_requests: HTTP requests that are being answered, pulls too. log, request_log: where its
+    messages go, and a line for each request, if it is known.
     """
 
     models: Models
@@ -23,5 +25,7 @@ class Control:
     prefixes: Path
     listening: list[str] = field(default_factory=list)
     num_requests: int = 0
+    log: LogPlace = NOWHERE
+    request_log: Path | None = None
     started: float = field(default_factory=time.monotonic)
     stop: asyncio.Event = field(default_factory=asyncio.Event)

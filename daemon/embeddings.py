@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from quantd.daemon.activity import Observer, Progress, RequestRecord
 from quantd.daemon.deltas import Usage
 from quantd.daemon.errors import GenerationError
 from quantd.daemon.generation import TokenSource
@@ -19,6 +20,7 @@ from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.errors import ContextLengthError, RequestError
 from quantd.engine.messages import ModelInfo
 from quantd.engine.request import EmbeddingParams, Request, SamplingParams, TokenEvent
+from quantd.kernels.errors import QuantdError
 
 MOST_AT_ONCE = 64
 """Texts of one request that an engine has at a time."""
@@ -104,9 +106,16 @@ def _check(info: ModelInfo, request: Request, context_len: int | None, name: str
         raise RequestError(f"{name}: {error}", "input") from None
 
 
-async def embed(source: TokenSource, requests: Sequence[Request], at_once: int) -> list[TokenEvent]:
+async def embed(
+    source: TokenSource,
+    requests: Sequence[Request],
+    at_once: int,
+    record: RequestRecord,
+    observer: Observer,
+) -> list[TokenEvent]:
     """The events with the vectors, in order; never more than `at_once` are under way.
 
+    record: of the client's request. observer: told of each text.
     Raises GenerationError or EngineDiedError; what still runs is aborted then.
     """
     window = _Window(_TOKENS_AT_ONCE)
@@ -115,7 +124,7 @@ async def embed(source: TokenSource, requests: Sequence[Request], at_once: int) 
 
     async def run(request: Request, cost: int) -> TokenEvent:
         try:
-            return await _embed_one(source, request)
+            return await _embed_one(source, request, record.begin(request, observer))
         finally:
             window.leave(cost)
 
@@ -150,11 +159,20 @@ class _Window:
         self._freed.set()
 
 
-async def _embed_one(source: TokenSource, request: Request) -> TokenEvent:
-    async with aclosing(source.generate(request)) as events:
-        async for event in events:
-            if event.embedding is not None:
-                return event
-            if event.finish_reason is not None:
-                raise GenerationError(event.error or "the engine ended the request")
-    raise GenerationError("the engine ended the request without a reason")
+async def _embed_one(source: TokenSource, request: Request, work: Progress) -> TokenEvent:
+    reason, told = "abort", None
+    try:
+        async with aclosing(source.generate(request)) as events:
+            async for event in events:
+                work.note(event)
+                if event.embedding is not None:
+                    reason = "stop"
+                    return event
+                if event.finish_reason is not None:
+                    raise GenerationError(event.error or "the engine ended the request")
+        raise GenerationError("the engine ended the request without a reason")
+    except QuantdError as error:
+        reason, told = "error", str(error)
+        raise
+    finally:
+        work.end(reason, told)

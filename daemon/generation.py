@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
 from typing import Protocol
 
+from quantd.daemon.activity import RequestRecord
 from quantd.daemon.choice import Choice
 from quantd.daemon.deltas import Delta, Head, Usage
 from quantd.daemon.errors import GenerationError
@@ -52,34 +52,11 @@ class _Alarm:
         self._timer = self._loop.call_at(self._heard + self._seconds, self._ring)
 
 
-class _Clock:
-    """When a choice started, had its first token and its latest; seconds, of time.monotonic."""
-
-    def __init__(self) -> None:
-        self.started = self.latest = time.monotonic()
-        self.first: float | None = None
-
-    def note(self) -> None:
-        """Note that a token came, or the end."""
-        self.latest = time.monotonic()
-        self.first = self.latest if self.first is None else self.first
-
-    @property
-    def prompt_seconds(self) -> float:
-        """Until the first token, or until now."""
-        return (time.monotonic() if self.first is None else self.first) - self.started
-
-    @property
-    def decode_seconds(self) -> float:
-        """From the first token to the latest."""
-        return 0.0 if self.first is None else self.latest - self.first
-
-
 class Generation:
     """An answer under way: an async iterator of Delta, and an async context that ends it.
 
     Leaving the context aborts what still runs. jobs: the engine request of each choice, n in a row for each
-    prompt. on_close: called once at the end.
+    prompt. record: of the client's request that this answers. on_close: called once at the end.
     """
 
     def __init__(
@@ -89,6 +66,7 @@ class Generation:
         jobs: Sequence[tuple[Request, Choice]],
         n: int,
         metrics: Metrics,
+        record: RequestRecord,
         on_close: Callable[[], None],
         load_seconds: float = 0.0,
     ) -> None:
@@ -96,10 +74,10 @@ class Generation:
         self._source = source
         self._jobs = jobs
         self._n = n
-        self._metrics = metrics
         self._on_close = on_close
         self._load_seconds = load_seconds
-        self._clocks = [_Clock() for _ in jobs]
+        observer = metrics.of(head.model)
+        self._works = [record.begin(request, observer) for request, _ in jobs]
         self._unfinished = len(jobs)
         self._ready: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._pump(request, choice)) for request, choice in jobs]
@@ -111,28 +89,28 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """So far; complete once the iteration is over."""
-        latest = max(clock.latest for clock in self._clocks)
-        first = min((clock.first for clock in self._clocks if clock.first is not None), default=latest)
+        latest = max(work.latest for work in self._works)
+        first = min((work.first for work in self._works if work.first is not None), default=latest)
         return Usage(
             prompt_tokens=self.head.prompt_tokens,
             completion_tokens=sum(choice.num_tokens for _, choice in self._jobs),
             cached_tokens=sum(choice.num_cached for _, choice in self._jobs[:: self._n]),
             load_seconds=self._load_seconds,
-            prompt_seconds=first - self._clocks[0].started,
+            prompt_seconds=first - self._works[0].started,
             decode_seconds=latest - first,
             reasoning_tokens=sum(choice.num_reasoning for _, choice in self._jobs),
         )
 
     def usage_of(self, index: int) -> Usage:
         """That of one choice so far."""
-        (request, choice), clock = self._jobs[index], self._clocks[index]
+        (request, choice), work = self._jobs[index], self._works[index]
         return Usage(
             prompt_tokens=len(request.prompt),
             completion_tokens=choice.num_tokens,
             cached_tokens=choice.num_cached,
             load_seconds=self._load_seconds,
-            prompt_seconds=clock.prompt_seconds,
-            decode_seconds=clock.decode_seconds,
+            prompt_seconds=work.prompt_seconds,
+            decode_seconds=work.decode_seconds,
             reasoning_tokens=choice.num_reasoning,
         )
 
@@ -194,27 +172,15 @@ class Generation:
         finally:
             self._on_close()
 
-    def _count(self, index: int) -> None:
-        usage = self.usage_of(index)
-        self._metrics.totals.add(
-            usage.prompt_tokens,
-            usage.cached_tokens,
-            usage.prompt_seconds,
-            usage.completion_tokens,
-            usage.decode_seconds,
-        )
-
     async def _pump(self, request: Request, choice: Choice) -> None:
-        timer, clock = self._metrics.timer(self.head.model), self._clocks[choice.index]
-        reason = "abort"
+        work = self._works[choice.index]
+        reason, told = "abort", None
         try:
             for delta in choice.start():
                 self._ready.put_nowait(delta)
             async with aclosing(self._source.generate(request)) as events:
                 async for event in events:
-                    timer.tokens(len(event.token_ids))
-                    if event.token_ids or event.finish_reason is not None:
-                        clock.note()
+                    work.note(event)
                     for delta in choice.feed(event):
                         self._ready.put_nowait(delta)
                         reason = delta.finish_reason or reason
@@ -224,8 +190,7 @@ class Generation:
                 raise GenerationError("the engine ended the request without a reason")
         # The boundary of a request: whatever happens in it is told to its reader and to no one else.
         except Exception as error:
-            reason = "error"
+            reason, told = "error", str(error)
             self._ready.put_nowait(error)
         finally:
-            timer.finish(reason)
-            self._count(choice.index)
+            work.end(reason, told)

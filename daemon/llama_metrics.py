@@ -36,11 +36,12 @@ class Totals:
 
 
 class LlamaServerMetrics:
-    """A collector of the totals and the present state of all engines."""
+    """A collector of the totals and the present state of all engines. num_steps: that there ever were."""
 
-    def __init__(self, totals: Totals, engines: Mapping[str, Stats]) -> None:
+    def __init__(self, totals: Totals, engines: Mapping[str, Stats], num_steps: int) -> None:
         self._totals = totals
         self._engines = engines.values()
+        self._num_steps = num_steps
 
     def collect(self) -> Iterable[Metric]:
         totals = self._totals
@@ -48,7 +49,7 @@ class LlamaServerMetrics:
         yield _counter("prompt_seconds", "Prompt process time", totals.prompt_seconds)
         yield _counter("tokens_predicted", "Number of generation tokens processed.", totals.tokens)
         yield _counter("tokens_predicted_seconds", "Predict process time", totals.decode_seconds)
-        yield _counter("n_decode", "Forward passes", sum(stats.steps for stats in self._engines))
+        yield _counter("n_decode", "Forward passes", self._num_steps)
         yield _gauge("n_tokens_max", "Longest prompt and answer", totals.longest)
         prompt_rate = _rate(totals.prompt_tokens, totals.prompt_seconds)
         yield _gauge("prompt_tokens_seconds", "Average prompt throughput in tokens/s.", prompt_rate)

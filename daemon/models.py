@@ -7,6 +7,7 @@ load. Models are kept in order of use, the latest last.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quantd.daemon.embedding_head import EmbeddingHead
+from quantd.daemon.engine_totals import EngineTotals
 from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.keep_alive import KeepAlive
 from quantd.daemon.loaded_model import Engine, LoadedModel, ModelEntry, Progress
@@ -32,6 +34,7 @@ _STATS_SECONDS = 5.0
 # clock that counts them stands still in a sleep.
 _SUSPEND_SECONDS = 5.0
 _ASLEEP_SECONDS = 60.0
+_LAST_STATS_SECONDS = 0.2
 
 
 class StoredModel(Protocol):
@@ -111,6 +114,7 @@ class Models:
         self._waking: asyncio.TimerHandle | None = None
         self._entries: dict[str, ModelEntry] = {}
         self.on_gone: Callable[[ModelEntry], object] = lambda entry: None
+        self.totals = EngineTotals()
 
     @property
     def entries(self) -> list[ModelEntry]:
@@ -244,13 +248,16 @@ class Models:
             self._waking.cancel()
         self._awake.set()
 
-    async def stats(self) -> dict[str, Stats]:
-        """The counters of each engine that answers, by model name."""
+    async def stats(self, detail: bool = False) -> dict[str, Stats]:
+        """The counters of each engine that answers, by model name. detail: also of its requests and pool."""
         models = [entry.model for entry in self.entries if entry.model is not None]
-        asked = (asyncio.wait_for(model.engine.stats(), _STATS_SECONDS) for model in models)
+        asked = (asyncio.wait_for(model.engine.stats(detail), _STATS_SECONDS) for model in models)
         found = await asyncio.gather(*asked, return_exceptions=True)
         pairs = zip(models, found, strict=True)
-        return {model.name: stats for model, stats in pairs if isinstance(stats, Stats)}
+        told = {model.name: stats for model, stats in pairs if isinstance(stats, Stats)}
+        for name, stats in told.items():
+            self.totals.note(name, stats)
+        return told
 
     async def close(self) -> None:
         """End all engines now."""
@@ -333,10 +340,18 @@ class Models:
         entry.load.cancel()
         await asyncio.wait({entry.load})
         if entry.model is not None:
+            await self._last_stats(entry.model)
             await entry.model.engine.close()
         self._remove(entry)
 
+    async def _last_stats(self, model: LoadedModel) -> None:
+        """Note what an engine has counted before it goes, unless it is in a long step."""
+        with contextlib.suppress(EngineDiedError, TimeoutError):
+            self.totals.note(model.name, await asyncio.wait_for(model.engine.stats(), _LAST_STATS_SECONDS))
+
     def _remove(self, entry: ModelEntry) -> None:
+        if not entry.gone.is_set():
+            self.totals.end(entry.name)
         entry.gone.set()
         if entry.model is not None:
             entry.model.keep_alive.close()

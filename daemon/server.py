@@ -20,14 +20,17 @@ from aiohttp import web
 
 from quantd.daemon.access.keys import KeyFile
 from quantd.daemon.access.peers import is_local
+from quantd.daemon.activity import Activity
 from quantd.daemon.app import make_app, make_runner
 from quantd.daemon.config import ServeConfig
 from quantd.daemon.control import Control
 from quantd.daemon.errors import ListenError
 from quantd.daemon.http_connection import Site
 from quantd.daemon.limits import Limits
+from quantd.daemon.logs import LogPlace, log_to_stderr
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import LoadTokenizer, Models
+from quantd.daemon.request_log import RequestLog
 from quantd.daemon.service import Service
 from quantd.daemon.sockets import allow_open_files, name_of, tcp_sockets, unix_socket
 from quantd.daemon.store import Store
@@ -54,12 +57,12 @@ def run_server(config: ServeConfig) -> int:
     The first signal lets running requests finish for up to drain_seconds and gives 0, a second ends all
     at once and gives 1. Raises ListenError, and ModelNotFoundError for a model to preload.
     """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
+    log = log_to_stderr(config.supervision)
     allow_open_files(config.limits.max_connections + _OTHER_FILES)
     with contextlib.ExitStack() as opened:
         listeners = _listen(config, opened)
         _check_reach(listeners, config.access.key_file(config.paths.state))
-        return asyncio.run(_serve(config, listeners))
+        return asyncio.run(_serve(config, listeners, log))
 
 
 def _listen(config: ServeConfig, opened: contextlib.ExitStack) -> list[socket.socket]:
@@ -87,10 +90,10 @@ def _check_reach(listeners: list[socket.socket], keys: KeyFile) -> None:
         )
 
 
-async def _serve(config: ServeConfig, listeners: list[socket.socket]) -> int:
+async def _serve(config: ServeConfig, listeners: list[socket.socket], log: LogPlace) -> int:
     with contextlib.closing(TemplateProcess()) as run, contextlib.closing(TemplateProcess()) as run_guests:
         models = _models(config, partial(Tokenizer.load, run=run, run_guests=run_guests))
-        return await _serve_models(config, listeners, models)
+        return await _serve_models(config, listeners, models, log)
 
 
 def _models(config: ServeConfig, load_tokenizer: LoadTokenizer) -> Models:
@@ -106,16 +109,21 @@ def _models(config: ServeConfig, load_tokenizer: LoadTokenizer) -> Models:
     )
 
 
-async def _serve_models(config: ServeConfig, listeners: list[socket.socket], models: Models) -> int:
+async def _serve_models(
+    config: ServeConfig, listeners: list[socket.socket], models: Models, log: LogPlace
+) -> int:
     preload = None if config.model is None else models.store.get(config.model).name
     limits = config.limits
     service = Service(models, Metrics(), limits.max_queue, limits.max_client_queue)
     version, names = importlib.metadata.version("quantd"), [name_of(sock) for sock in listeners]
-    control = Control(models, version, config.paths.state, config.paths.prefixes, names)
+    paths = config.paths
+    control = Control(
+        models, version, paths.state, paths.prefixes, names, log=log, request_log=config.request_log
+    )
     abort = _handle_signals(control.stop)
     notifier = Notifier(config.supervision.notify_address)
     app = make_app(service, control, config.access.access(config.paths.state), limits=limits)
-    async with _running(app, listeners, limits) as runner:
+    async with _logging(config, service.activity), _running(app, listeners, limits) as runner:
         print("READY", *control.listening, file=sys.stderr, flush=True)
         notifier.ready()
         asides = [asyncio.create_task(work) for work in _asides(config, models, preload, notifier, control)]
@@ -128,6 +136,21 @@ async def _serve_models(config: ServeConfig, listeners: list[socket.socket], mod
         telling.cancel()
         await service.close()
     return 0 if finished else 1
+
+
+@contextlib.asynccontextmanager
+async def _logging(config: ServeConfig, activity: Activity) -> AsyncIterator[None]:
+    """Requests that are over are logged, if they are to be."""
+    if config.request_log is None:
+        yield
+        return
+    log = RequestLog(config.request_log)
+    activity.keeps_prompts = config.log_prompts
+    activity.on_end.append(log.add)
+    try:
+        yield
+    finally:
+        log.close()
 
 
 def _asides(

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from quantd.daemon.access.scope import Client
+from quantd.daemon.activity import Activity, RequestRecord
 from quantd.daemon.admission import Admission
 from quantd.daemon.chat_format import AnswerRules, ChatFormat, Prompt
 from quantd.daemon.choice import Choice, Echo
@@ -79,6 +80,8 @@ class Service:
     ) -> None:
         self.models = models
         self.metrics = metrics
+        self.activity = Activity()
+        self.activity.on_end.append(metrics.exchange)
         self._admission = Admission(max_queue, max_client_queue)
         self._client = ""
         self._checker = GrammarChecker()
@@ -107,19 +110,21 @@ class Service:
         with ExitStack() as held:
             started = time.monotonic()
             rules = AnswerRules(call_rules(request), request.options.constraint)
-            model = await self._acquire(request.model, request.options.n, held, request.options.keep_alive)
+            model, record = await self._acquire(
+                request.model, request.options.n, held, request.options.keep_alive
+            )
             loaded = time.monotonic() - started
             chat = await chat_format(model, request)
             prompt = await chat_prompt(model, chat, request)
             grammar = await self._chat_grammar(model, chat, prompt, rules)
             parser = partial(chat.parser, prompt, rules)
             prompts, options = _Prompts([prompt.ids]), _with_budget(chat, prompt, request)
-            return self._generate(model, prompts, options, held, loaded, parser, grammar)
+            return self._generate(model, record, prompts, options, held, loaded, parser, grammar)
 
     async def prompt(self, request: ChatRequest) -> Prompt:
         """The prompt that `chat` would give the model. Raises as `chat`."""
         with ExitStack() as held:
-            model = await self._acquire(request.model, 0, held)
+            model, _ = await self._acquire(request.model, 0, held)
             return await chat_prompt(model, await chat_format(model, request), request)
 
     async def complete(self, request: CompletionRequest) -> Generation:
@@ -128,26 +133,28 @@ class Service:
         with ExitStack() as held:
             started = time.monotonic()
             num_choices = options.n * len(request.prompts)
-            model = await self._acquire(request.model, num_choices, held, options.keep_alive)
+            model, record = await self._acquire(request.model, num_choices, held, options.keep_alive)
             loaded = time.monotonic() - started
             ids = await raw_prompts(model.tokenizer, request.prompts)
             texts = [prompt if isinstance(prompt, str) else None for prompt in request.prompts]
             prompts = _Prompts(ids, field="prompt", echoed=texts if request.echo else None)
             grammar = await self._raw_grammar(model, options.constraint)
-            return self._generate(model, prompts, options, held, loaded, grammar=grammar)
+            return self._generate(model, record, prompts, options, held, loaded, grammar=grammar)
 
     async def infill(self, request: InfillRequest) -> Generation:
         """Start to fill a gap. Raises as `chat`, also where the model knows no prompts for it."""
         with ExitStack() as held:
             started = time.monotonic()
-            model = await self._acquire(request.model, request.options.n, held, request.options.keep_alive)
+            model, record = await self._acquire(
+                request.model, request.options.n, held, request.options.keep_alive
+            )
             loaded = time.monotonic() - started
             writer = infill_writer_of(model)
             prompt = await infill_prompt(model, writer, request)
             options = infill_options(model, writer, request)
             prompts = _Prompts([prompt.ids], field="prompt", num_left_out=prompt.num_left_out)
             grammar = await self._raw_grammar(model, options.constraint)
-            return self._generate(model, prompts, options, held, loaded, grammar=grammar)
+            return self._generate(model, record, prompts, options, held, loaded, grammar=grammar)
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
         """The vectors of some texts, however many.
@@ -158,14 +165,16 @@ class Service:
         with ExitStack() as held:
             started = time.monotonic()
             at_once = min(len(request.inputs), MOST_AT_ONCE, self._admission.most)
-            model = await self._acquire(request.model, at_once, held, request.keep_alive)
+            model, record = await self._acquire(request.model, at_once, held, request.keep_alive)
             loaded = time.monotonic()
             info, params = model.engine.info, model.head.params(request.dimensions, request.normalize)
             size = sum(len(item) for item in request.inputs if isinstance(item, str))
             prompts = await in_time(size, lambda: token_ids(model.tokenizer, request, info.max_request_len))
+            self._keep_prompts(record, model, prompts)
             id, salt = uuid.uuid4().hex, self._salt()
             requests = engine_requests(info, id, prompts, params, request.context_len, salt)
-            events = await embed(model.engine, requests, at_once)
+            observer = self.metrics.of(model.name)
+            events = await embed(model.engine, requests, at_once, record, observer)
             usage = Usage(
                 prompt_tokens=sum(map(len, prompts)),
                 completion_tokens=0,
@@ -179,7 +188,8 @@ class Service:
     async def model(self, name: str | None) -> AsyncIterator[LoadedModel]:
         """A model, kept in memory for the block. Raises what keeps it from loading."""
         with ExitStack() as held:
-            yield await self._acquire(name, 0, held)
+            model, _ = await self._acquire(name, 0, held)
+            yield model
 
     async def load(self, model: str | None, keep_alive: float | None = None) -> None:
         """Have a model in memory, for so many seconds (see KeepAlive). Raises what keeps it from loading."""
@@ -196,12 +206,23 @@ class Service:
 
     async def _acquire(
         self, name: str | None, num_choices: int, held: ExitStack, keep_alive: float | None = None
-    ) -> LoadedModel:
-        """The model, held and counted until `held` is closed; it stays in memory for `keep_alive` then."""
+    ) -> tuple[LoadedModel, RequestRecord]:
+        """The model, held and counted until `held` is closed; it stays in memory for `keep_alive` then.
+
+        With it the client's request that wants it.
+        """
         self._admission.enter(self._client, num_choices, held)
+        record = self.activity.join(name, self._client)
+        held.callback(record.release)
         model = await self.models.acquire(name)
         held.callback(model.release, keep_alive)
-        return model
+        record.got_model(model.name)
+        return model, record
+
+    def _keep_prompts(self, record: RequestRecord, model: LoadedModel, prompts: Sequence[list[int]]) -> None:
+        """Keep what the model is given for the log, if that is to have it."""
+        if self.activity.keeps_prompts:
+            record.prompts += [model.tokenizer.decode(ids, special=True) for ids in prompts]
 
     def _salt(self, asked: str = "") -> str:
         """What keeps a client's prompts apart in the prefix cache: no id has a zero in it."""
@@ -242,6 +263,7 @@ class Service:
     def _generate(
         self,
         model: LoadedModel,
+        record: RequestRecord,
         prompts: _Prompts,
         options: Options,
         held: ExitStack,
@@ -250,6 +272,7 @@ class Service:
         grammar: str | None = None,
     ) -> Generation:
         """Check every engine request, then start them."""
+        self._keep_prompts(record, model, prompts.ids)
         options = completed(options, model.preset)
         generation_id = uuid.uuid4().hex
         stops = StopStrings(options.stop)
@@ -286,7 +309,7 @@ class Service:
             num_left_out=prompts.num_left_out,
             prompt=prompts.ids[0],
         )
-        return Generation(head, model.engine, jobs, options.n, self.metrics, on_close, load_seconds)
+        return Generation(head, model.engine, jobs, options.n, self.metrics, record, on_close, load_seconds)
 
 
 def _with_budget(chat: ChatFormat, prompt: Prompt, request: ChatRequest) -> Options:

@@ -120,8 +120,8 @@ def tcp_port() -> Kind:
     )
 
 
-def socket_path() -> Kind:
-    """The path of a Unix socket, made absolute; "off" for none."""
+def path_or_off() -> Kind:
+    """A path, made absolute; "off" for none."""
     return Kind("PATH", 'a path, or "off"', lambda value: _unless_off(value, _path))
 
 

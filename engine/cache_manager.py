@@ -12,9 +12,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from quantd.engine.block_pool import BlockPool
+from quantd.engine.block_pool import HELD, KEPT, BlockPool
+from quantd.engine.messages import PoolMap
 from quantd.engine.plan import RequestState
 from quantd.engine.prefix_cache import PrefixCache, block_key, root_key
+
+_MAX_CELLS = 512
 
 
 class CacheManager:
@@ -30,7 +33,7 @@ class CacheManager:
     @property
     def num_cached(self) -> int:
         """Blocks that no request holds but that a prefix can find."""
-        return sum(not self.pool.ref_counts[block] for block in self.prefix)
+        return self.pool.num_kept
 
     def admit(self, state: RequestState, headroom: int) -> bool:
         """Give a request its prefix hits, if all its tokens and `headroom` blocks more would fit now.
@@ -119,6 +122,13 @@ class CacheManager:
             self.prefix.evict(block)
             self.pool.release(block, keep=False)
 
+    def map(self) -> PoolMap:
+        """The pool in at most 512 parts, enough for a picture of it."""
+        size = -(-self.pool.num_blocks // _MAX_CELLS)
+        return PoolMap(
+            blocks_per_cell=size, held=self.pool.counts(HELD, size), cached=self.pool.counts(KEPT, size)
+        )
+
     def check(self, states: Iterable[RequestState], num_reserved: int = 0) -> None:
         """Assert, between steps, that the pool adds up over all the requests there are.
 
@@ -138,6 +148,7 @@ class CacheManager:
         assert all(count == held[block] for block, count in enumerate(self.pool.ref_counts)), held
         free = [block in self.prefix for block in self.pool.free_blocks()]
         assert free == sorted(free), "an empty block waits behind one worth keeping"
+        assert self.num_cached == sum(not self.pool.ref_counts[block] for block in self.prefix)
         assert len(free) - sum(free) + self.num_cached + len(held) == self.pool.num_blocks
 
     def _num_blocks(self, num_tokens: int) -> int:

@@ -124,12 +124,12 @@ class EngineClient:
         self._send(Drop(None if keys is None else list(keys)))
         await self.stats()
 
-    async def stats(self) -> Stats:
-        """The engine's counters, between two of its steps. Raises EngineDiedError."""
+    async def stats(self, detail: bool = False) -> Stats:
+        """The engine's counters, between two of its steps. detail: see GetStats. Raises EngineDiedError."""
         self._check_alive()
         answer: asyncio.Future[Stats] = asyncio.get_running_loop().create_future()
         self._asking.append(answer)
-        self._send(GetStats())
+        self._send(GetStats(detail))
         return await answer
 
     def kill(self, reason: str) -> None:

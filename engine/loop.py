@@ -144,8 +144,8 @@ class EngineLoop:
                 self._disk.flush(self.scheduler.cache, seconds)
                 self._send(Saved())
                 event = None
-            case GetStats():
-                self._send(self.scheduler.stats())
+            case GetStats(detail):
+                self._send(self.scheduler.stats(detail))
                 event = None
         return [] if event is None else [event]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from quantd.engine.errors import ContextLengthError, RequestError
@@ -43,7 +45,9 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
 
 
 class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
-    """Daemon -> engine: answer with Stats."""
+    """Daemon -> engine: answer with Stats. detail: also of each request, and of the pool's parts."""
+
+    detail: bool = False
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
@@ -141,6 +145,32 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
     """Engine -> daemon: what a Save asked for is done, as far as there was time."""
 
 
+Queue = Literal["held", "waiting", "running"]
+
+
+class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One request in an engine. queue: held for its grammar, waiting for its turn, or running.
+
+    num_computed: of its num_tokens, prompt and output, those whose keys and values are in the pool.
+    """
+
+    id: str
+    queue: Queue
+    num_tokens: int
+    num_computed: int
+    num_blocks: int
+
+
+class PoolMap(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool in equal parts of blocks_per_cell blocks, the last maybe of fewer: how many of each part
+    requests hold, and how many only the prefix cache does. The others hold nothing.
+    """
+
+    blocks_per_cell: int
+    held: list[int]
+    cached: list[int]
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Engine -> daemon: counters since the start, and the present state.
 
@@ -149,7 +179,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     one that several requests share counts once. prompt_tokens: of admitted requests, cached ones
     included. prefix_queries, prefix_hits: prompt tokens looked up in and found by the prefix cache,
     at a request's first admission. disk_hits: tokens whose blocks were read from disk for that. evictions:
-    findable blocks given to other tokens.
+    findable blocks given to other tokens. computed_tokens: of all steps, prompts' and drawn ones', and again
+    those that a preemption took. requests, pool: only where asked for in detail.
     """
 
     num_running: int = 0
@@ -167,6 +198,9 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     preemptions: int = 0
     evictions: int = 0
     aborts: int = 0
+    computed_tokens: int = 0
+    requests: list[RequestStats] = []
+    pool: PoolMap | None = None
 
 
 ToEngine = Add | Abort | Forget | Drop | Save | GetStats

@@ -29,8 +29,9 @@ class RequestState:
     prefix-cache keys of its full blocks, both owned by CacheManager. seed: of its random stream, a
     fresh one where it asked for none. num_prompt_logprobs: how many the runner has given (Scheduler
     counts them), so that a recomputed prompt gives none twice. num_cached: prompt tokens found in the
-    prefix cache at the first admission; None before it. hidden_sum: of computed tokens that an embedding
-    is made of, as the latest step left it. matcher: of its grammar, if it has one; follows the output.
+    prefix cache at the first admission, at the time `admitted`; None before it. hidden_sum: of computed
+    tokens that an embedding is made of, as the latest step left it. matcher: of its grammar, if it has one;
+    follows the output.
     """
 
     request: Request
@@ -41,6 +42,7 @@ class RequestState:
     num_prompt_logprobs: int = 0
     block_keys: list[bytes] = field(default_factory=list)
     num_cached: int | None = None
+    admitted: float | None = None
     hidden_sum: HiddenSum | None = None
     matcher: Matcher | None = None
 

@@ -183,7 +183,8 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: new tokens, a stop id included. logprobs: one per new token where asked.
     prompt_logprobs: entries for the next prompt positions, in order from position 1, as chunks are
     computed. embedding: where asked, little-endian float32. num_cached: prompt tokens taken from
-    the prefix cache, in the first event only. num_computed: where asked, prompt tokens that are computed or
+    the prefix cache, in the first event only; so is admitted, when the request's first step was planned, of
+    time.monotonic. num_computed: where asked, prompt tokens that are computed or
     were cached, in each event up to the first token's; so is num_cached there. finish_reason ends the
     request; `error` says why where it is "error".
     """
@@ -194,6 +195,7 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprob] = []
     embedding: bytes | None = None
     num_cached: int | None = None
+    admitted: float | None = None
     num_computed: int | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None

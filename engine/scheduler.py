@@ -14,8 +14,9 @@ first served, under one token budget. Three things follow that nothing has to en
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 from quantd.engine.cache_manager import CacheManager
@@ -23,7 +24,7 @@ from quantd.engine.config import EngineConfig
 from quantd.engine.disk_cache import NO_DISK, DiskCache
 from quantd.engine.errors import RequestError
 from quantd.engine.grammar import Compiled
-from quantd.engine.messages import ModelInfo, Stats
+from quantd.engine.messages import ModelInfo, Queue, RequestStats, Stats
 from quantd.engine.plan import EntryOutput, Plan, PlanEntry, RequestState, StepOutput
 from quantd.engine.request import FinishReason, Request, TokenEvent
 
@@ -39,6 +40,7 @@ class Counters:
     prefix_hits: int = 0
     preemptions: int = 0
     aborts: int = 0
+    computed_tokens: int = 0
 
 
 class Scheduler:
@@ -166,7 +168,8 @@ class Scheduler:
         """End all requests of a step that could not be computed."""
         return [self._fail(entry.request, error) for entry in plan.entries]
 
-    def stats(self) -> Stats:
+    def stats(self, detail: bool = False) -> Stats:
+        """The counters and the present state, and `detail` of each request and the pool's parts."""
         num_cached = self.cache.num_cached
         return Stats(
             num_running=len(self.running),
@@ -177,6 +180,8 @@ class Scheduler:
             live_slots=self._live_slots(),
             disk_hits=self.disk.num_read * self.info.block_size,
             evictions=self.cache.num_evictions,
+            requests=list(self._request_stats()) if detail else [],
+            pool=self.cache.map() if detail else None,
             **asdict(self.counters),
         )
 
@@ -191,6 +196,19 @@ class Scheduler:
         limit = self.info.max_request_len
         for state in self._states():
             assert state.num_computed < state.num_tokens <= limit - state.request.draws, state
+
+    def _request_stats(self) -> Iterator[RequestStats]:
+        queues: dict[Queue, Iterable[RequestState]]
+        queues = {"running": self.running, "waiting": self.waiting, "held": self.held}
+        for queue, states in queues.items():
+            for state in states:
+                yield RequestStats(
+                    id=state.id,
+                    queue=queue,
+                    num_tokens=state.num_tokens,
+                    num_computed=state.num_computed,
+                    num_blocks=len(state.blocks),
+                )
 
     def _live_slots(self) -> int:
         size = self.info.block_size
@@ -269,7 +287,7 @@ class Scheduler:
         """Note a request's first admission: later ones bring back what a preemption took."""
         if state.num_cached is not None:
             return
-        state.num_cached = state.num_computed
+        state.num_cached, state.admitted = state.num_computed, time.monotonic()
         self.counters.prompt_tokens += len(state.request.prompt)
         if self.cache.prefix_caching:
             self.counters.prefix_queries += len(state.request.prompt)
@@ -282,6 +300,7 @@ class Scheduler:
         is_first = not state.output and not state.num_prompt_logprobs
         reports = state.request.reports_progress and not state.output
         state.num_computed = entry.start + entry.num_tokens
+        self.counters.computed_tokens += entry.num_tokens
         state.num_prompt_logprobs += len(output.prompt_logprobs)
         state.hidden_sum = output.hidden_sum
         token_ids, reason = self._accept(state, output.token_ids)
@@ -297,6 +316,7 @@ class Scheduler:
             prompt_logprobs=output.prompt_logprobs,
             embedding=output.embedding,
             num_cached=state.num_cached if is_first else None,
+            admitted=state.admitted if is_first else None,
             num_computed=entry.start + entry.num_tokens if reports else None,
             finish_reason=reason,
         )

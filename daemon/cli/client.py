@@ -47,9 +47,9 @@ class DaemonClient:
             f"unix:{self.address}" if isinstance(self.address, Path) else "http://{}:{}".format(*self.address)
         )
 
-    def get(self, path: str) -> Any:
+    def get(self, path: str, timeout: float = _CONTROL_TIMEOUT) -> Any:
         """The JSON that GET answers. Raises DaemonError, NoDaemonError."""
-        with self._exchange("GET", path, None, _CONTROL_TIMEOUT) as response:
+        with self._exchange("GET", path, None, timeout) as response:
             return _decode(response.read())
 
     def post(self, path: str, body: object, timeout: float = _CONTROL_TIMEOUT) -> Any:
@@ -112,8 +112,10 @@ class DaemonClient:
         try:
             connection.connect()
         except PermissionError:
+            connection.close()
             raise DaemonError(f"You may not use {self.address}; its owner or group can let you.") from None
         except OSError as error:
+            connection.close()
             raise NoDaemonError(f"No daemon answers at {self.url} ({error.strerror or error}).") from None
         return connection
 

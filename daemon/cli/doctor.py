@@ -1,13 +1,11 @@
-"""`quantd doctor`: what this machine offers, and what is in the way."""
+"""`quantd doctor`: what this machine offers, what is in the way, and the way out."""
 
 from __future__ import annotations
 
 import platform
-import subprocess
-import sys
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from pathlib import Path
 
 import click
 
@@ -16,91 +14,110 @@ from quantd.daemon.cli.gpus import ask_for_gpus, gpu_lines, gpu_section, has_c_c
 from quantd.daemon.cli.options import json_option
 from quantd.daemon.cli.output import print_json, spinner
 from quantd.daemon.config import Paths, client_sockets
+from quantd.daemon.doctor.finding import Finding
+from quantd.daemon.doctor.listening import look_at_group, look_at_port, look_at_socket
+from quantd.daemon.doctor.machine import look_at_memory, look_at_processor
+from quantd.daemon.doctor.services import look_at_units
 from quantd.daemon.errors import DaemonError, NoDaemonError
-
-_CPU_FEATURES = ("avx2", "f16c", "fma", "avx_vnni", "avx512f", "avx512_vnni", "amx_int8", "asimddp", "i8mm")
-_PROBE = (
-    "import pathlib, sys; from quantd.kernels.select import select_ops; "
-    "print(select_ops(cache=pathlib.Path(sys.argv[1])).name)"
-)
+from quantd.kernels.gpu.report import GpuReport
 
 
 @click.command("doctor")
+@click.option("--models", is_flag=True, help="Read all models too, to tell whether they are whole.")
 @json_option
-def doctor_command(as_json: bool) -> None:
-    """Check versions, folders, processor, GPUs, kernels and sockets."""
+def doctor_command(models: bool, as_json: bool) -> int:
+    """Check versions, folders, processor, memory, GPUs, kernels, sockets, ports, units and models.
+
+    Each fault comes with the command that mends it; the exit status is 1 where there is one.
+    """
     with spinner("looking at this machine ..."), ThreadPoolExecutor() as pool:
         asked = pool.submit(ask_for_gpus)  # for seconds, in which the rest is looked at
-        report = _report()
+        findings = list(_look(models))
         gpus, has_compiler = asked.result(), has_c_compiler()
+    faults = [finding for finding in findings if finding.fault is not None]
+    faults += _gpu_faults(gpus, has_compiler)
     if as_json:
-        print_json(report | {"gpus": gpu_section(gpus, has_compiler)})
-        return
-    sections = {name: list(entries.items()) for name, entries in report.items()}
-    for section, lines in (sections | {"gpus": list(gpu_lines(gpus, has_compiler))}).items():
-        click.echo(f"{section}:")
-        for key, value in lines:
-            click.echo(f"  {key:<10} {value}")
+        print_json(_report(findings, faults) | {"gpus": gpu_section(gpus, has_compiler)})
+    else:
+        _print(findings, list(gpu_lines(gpus, has_compiler)))
+        click.echo(f"{len(faults)} {'fault' if len(faults) == 1 else 'faults'}." if faults else "No fault.")
+    return 1 if faults else 0
 
 
-def _report() -> dict[str, dict[str, str]]:
+def _look(models: bool) -> Iterator[Finding]:
     """All but the GPUs."""
-    return {
-        "versions": {"python": platform.python_version()}
-        | {name: _version(name) for name in ("quantd", "torch")},
-        "paths": _paths(Paths.from_env()),
-        "processor": _processor(Paths.from_env().kernels),
-        "sockets": {str(path): _socket_state(path) for path in client_sockets(None)},
+    from quantd.daemon.doctor.storage import look_at_folders, look_at_models  # jinja2 among others
+
+    paths, sockets = Paths.from_env(), client_sockets(None)
+    yield from _versions()
+    yield from look_at_folders(paths)
+    yield from look_at_processor(paths.kernels)
+    yield from look_at_memory()
+    for path in sockets:
+        yield look_at_socket(path)
+    yield from look_at_group()
+    yield look_at_port(frozenset(_daemons()))
+    yield from look_at_units()
+    yield from look_at_models(paths.models, thoroughly=models)
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("versions", "python", platform.python_version())
+    for name in ("quantd", "torch"):
+        try:
+            yield Finding("versions", name, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            fault, fix = f"{name} is not installed", f"pip install {name}"
+            yield Finding("versions", name, "not installed", fault=fault, fix=fix)
+
+
+def _daemons() -> Iterator[int]:
+    """The process ids of those that answer."""
+    for path in client_sockets(None):
+        try:
+            yield DaemonClient(path).get("/quantd/status")["pid"]
+        except (DaemonError, NoDaemonError):
+            continue
+
+
+def _gpu_faults(report: GpuReport | str, has_compiler: bool) -> list[Finding]:
+    problems = gpu_section(report, has_compiler)["problems"]
+    assert isinstance(problems, list)
+    return [Finding("gpus", "problem", problem, fault=problem) for problem in problems]
+
+
+def _report(findings: Sequence[Finding], faults: Sequence[Finding]) -> dict[str, object]:
+    """Plain data: what is, by section; then what is wrong, and what could be better."""
+    sections: dict[str, object] = {}
+    for finding in findings:
+        section = sections.setdefault(finding.section, {})
+        assert isinstance(section, dict)
+        section[finding.name] = finding.value
+    notes = [finding for finding in findings if finding.note is not None]
+    return sections | {
+        "faults": [_remark(finding, finding.fault) for finding in faults],
+        "notes": [_remark(finding, finding.note) for finding in notes],
     }
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+def _remark(finding: Finding, text: str | None) -> dict[str, str | None]:
+    return {"section": finding.section, "name": finding.name, "what": text, "fix": finding.fix}
 
 
-def _paths(paths: Paths) -> dict[str, str]:
-    folders = {"models": paths.models, "cache": paths.cache, "state": paths.state, "config": paths.config}
-    return {name: f"{path}{'' if path.exists() else ' (not there yet)'}" for name, path in folders.items()}
+def _print(findings: Sequence[Finding], gpus: Sequence[tuple[str, str]]) -> None:
+    for section in dict.fromkeys(finding.section for finding in findings):
+        click.echo(f"{section}:")
+        for finding in findings:
+            if finding.section == section:
+                _print_finding(finding)
+    click.echo("gpus:")
+    for key, value in gpus:
+        click.echo(f"  {key:<10} {value}")
 
 
-def _processor(kernel_cache: Path) -> dict[str, str]:
-    features = _cpu_features()
-    return {
-        "machine": platform.machine(),
-        "features": " ".join(name for name in _CPU_FEATURES if name in features)
-        or "none of those looked for",
-        "kernels": _kernels(kernel_cache),
-    }
-
-
-def _kernels(cache: Path) -> str:
-    """The backend that an engine would take, asked of a process of its own, since it needs torch."""
-    probe = subprocess.run(
-        [sys.executable, "-P", "-c", _PROBE, str(cache)], capture_output=True, text=True, check=False
-    )
-    return "; ".join(line for line in (probe.stdout + probe.stderr).splitlines()[-3:] if line.strip())
-
-
-def _cpu_features() -> set[str]:
-    """The flags that Linux lists; elsewhere none are known."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return {
-        flag
-        for line in lines
-        if line.startswith(("flags", "Features"))
-        for flag in line.split(":", 1)[1].split()
-    }
-
-
-def _socket_state(path: Path) -> str:
-    try:
-        status = DaemonClient(path).get("/quantd/status")
-    except NoDaemonError:
-        return "a dead daemon's; the next one replaces it" if path.is_socket() else "no daemon"
-    except DaemonError as error:
-        return str(error)
-    return f"quantd {status['version']} answers, process {status['pid']}"
+def _print_finding(finding: Finding) -> None:
+    click.echo(f"  {finding.name:<10} {finding.value}")
+    for word, text in (("fault", finding.fault), ("note", finding.note), ("fix", finding.fix)):
+        if text is not None:
+            style = {"fault": "red", "note": "yellow"}.get(word)
+            click.echo(f"    {click.style(f'{word}: {text}', fg=style)}")

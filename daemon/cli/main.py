@@ -25,6 +25,8 @@ _COMMANDS = {
     "unload": "control",
     "ps": "control",
     "status": "control",
+    "top": "top",
+    "logs": "logs",
     "stop": "control",
     "cache": "cache",
     "connect": "connect",

@@ -11,16 +11,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from quantd.daemon.cli.client import DaemonClient, find_daemon
+from quantd.daemon.cli.hangup import hangup_ends_the_block
 from quantd.daemon.cli.output import spinner
 from quantd.daemon.config import client_sockets
 from quantd.daemon.errors import DaemonError, NoDaemonError
 
 _START_SECONDS = 60.0
 _STOP_SECONDS = 10.0
+_MAX_LOG_BYTES = 10 * 2**20
 _PR_SET_PDEATHSIG = 1
 
 
@@ -45,11 +45,12 @@ def own_daemon(log: Path) -> Iterator[DaemonClient]:
     Raises DaemonError with the end of the log if it does not come up.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
+    _rotate(log)
     with tempfile.TemporaryDirectory(prefix="quantd-") as folder, log.open("ab") as output:
         socket = Path(folder) / "api.sock"
         output.write(time.strftime("--- %Y-%m-%d %H:%M:%S quantd serve, for one command\n").encode())
         output.flush()
-        with _hangup_ends_the_block():
+        with hangup_ends_the_block():
             process = _start(socket, output.fileno())
             try:
                 with spinner("starting a daemon ..."):
@@ -57,6 +58,12 @@ def own_daemon(log: Path) -> Iterator[DaemonClient]:
                 yield DaemonClient(socket)
             finally:
                 _stop(process)
+
+
+def _rotate(log: Path) -> None:
+    """Begin anew where the file is large; what was in it is kept once."""
+    if log.exists() and log.stat().st_size > _MAX_LOG_BYTES:
+        log.replace(log.with_name(f"{log.name}.1"))
 
 
 def _start(socket: Path, output: int) -> subprocess.Popen[bytes]:
@@ -115,18 +122,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "no reason given")
-
-
-@contextmanager
-def _hangup_ends_the_block() -> Iterator[None]:
-    """A closed terminal and SIGTERM unwind the stack, as Ctrl-C does."""
-
-    def leave(number: int, frame: FrameType | None) -> NoReturn:
-        sys.exit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -12,13 +11,12 @@ import msgspec
 from aiohttp import web
 
 from quantd.daemon.access.scope import Scope
-from quantd.daemon.loaded_model import ModelEntry
 from quantd.daemon.routes.content import TEXT, json_of, lines_of
 from quantd.daemon.routes.keys import CONTROL, service_of
 from quantd.daemon.routes.route import MODEL_REFUSALS, Route
+from quantd.daemon.status import memory_status, model_status, request_statuses
 from quantd.daemon.wire.control_replies import Asleep, Awake, LoadLine, Status, Stopping, Unloaded, Version
 from quantd.daemon.wire.errors import fault_of, json_response, openai_error
-from quantd.engine.messages import Stats
 
 
 class ModelBody(msgspec.Struct, frozen=True):
@@ -36,30 +34,20 @@ async def version(request: web.Request) -> web.StreamResponse:
 async def status(request: web.Request) -> web.StreamResponse:
     """GET /quantd/status"""
     control = request.app[CONTROL]
-    stats = await control.models.stats()
+    stats = await control.models.stats(detail=True)
     return json_response(
         {
             "version": control.version,
             "pid": os.getpid(),
             "uptime_seconds": time.monotonic() - control.started,
             "listening": control.listening,
-            "models": [_model_status(entry, stats.get(entry.name)) for entry in control.models.entries],
+            "log": control.log,
+            "request_log": None if control.request_log is None else str(control.request_log),
+            "memory": memory_status(),
+            "models": [model_status(entry, stats.get(entry.name)) for entry in control.models.entries],
+            "requests": request_statuses(service_of(request).activity.requests, stats),
         }
     )
-
-
-def _model_status(entry: ModelEntry, stats: Stats | None) -> dict[str, Any]:
-    done, total = entry.progress
-    model = entry.model
-    left = math.inf if model is None else model.keep_alive.seconds_left
-    return {
-        "name": entry.name,
-        "state": entry.state,
-        "progress": {"done": done, "total": total},
-        "info": None if model is None else msgspec.structs.asdict(model.engine.info),
-        "stats": None if stats is None else msgspec.structs.asdict(stats),
-        "unloads_in": left if math.isfinite(left) else None,
-    }
 
 
 async def load(request: web.Request, body: ModelBody) -> web.StreamResponse:
@@ -110,7 +98,8 @@ async def stop(request: web.Request) -> web.StreamResponse:
 async def metrics(request: web.Request) -> web.StreamResponse:
     """GET /metrics"""
     service = service_of(request)
-    page = service.metrics.render(await service.models.stats())
+    engines = await service.models.stats()
+    page = service.metrics.render(engines, service.models.totals.counts())
     return web.Response(body=page, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 

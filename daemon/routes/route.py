@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,6 +48,12 @@ class Route:
     def paths(self) -> tuple[str, ...]:
         """All paths that lead here. Some clients put /v1 behind a base URL that ends in it already."""
         return (self.path, f"/v1{self.path}", f"/v1/v1{self.path}") if self.versioned else (self.path,)
+
+    @property
+    def name(self) -> str:
+        """Method and path, as the documentation has them."""
+        path = re.sub(r":[^{}]*(?=})", "", self.path)
+        return f"{self.method} {'/v1' if self.versioned else ''}{path}"
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer a request. Raises what makes it an error."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, NotRequired, TypedDict
 
+from quantd.daemon.logs import LogPlace
+from quantd.daemon.status import RequestStatus
 from quantd.daemon.stored_prefixes import StoredPrefix
+from quantd.engine.messages import PoolMap
 
 
 class Version(TypedDict):
@@ -19,22 +22,41 @@ class Progress(TypedDict):
 
 
 class ModelStatus(TypedDict):
-    """info, stats: of its engine. unloads_in: seconds, if nothing uses it; null: it stays."""
+    """info, stats, pool: of its engine; memory_bytes: of its process.
+
+    unloads_in: seconds, if nothing uses it; null: it stays.
+    """
 
     name: str
     state: Literal["loading", "ready", "unloading"]
     progress: Progress
     info: dict[str, Any] | None
     stats: dict[str, Any] | None
+    pool: PoolMap | None
+    memory_bytes: int | None
     unloads_in: float | None
 
 
+class Memory(TypedDict):
+    """Of the daemon's own process and of the machine; null where they cannot be seen."""
+
+    daemon_bytes: int | None
+    total_bytes: int | None
+    available_bytes: int | None
+
+
 class Status(TypedDict):
+    """request_log: a file."""
+
     version: str
     pid: int
     uptime_seconds: float
     listening: list[str]
+    log: LogPlace
+    request_log: str | None
+    memory: Memory
     models: list[ModelStatus]
+    requests: list[RequestStatus]
 
 
 class LoadLine(TypedDict):

@@ -6,7 +6,6 @@ A dialect writes a Fault in its own shape; OpenAI's is here, for all paths that 
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypeAlias, TypedDict
@@ -14,6 +13,7 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.activity import current_request_id, note_error
 from quantd.daemon.errors import (
     DiskFullError,
     ForeignSiteError,
@@ -35,15 +35,10 @@ from quantd.quant.errors import CheckpointError, UnsupportedModelError
 _log = logging.getLogger(__name__)
 
 
-def new_request_id() -> str:
-    """A name for an answer."""
-    return f"req_{uuid.uuid4().hex}"
-
-
 @dataclass(frozen=True)
 class Fault:
     """An error in words. kind and code: OpenAI's type and code. context: (prompt tokens, limit) of a
-    prompt that is too long. request_id: names the answer that tells it.
+    prompt that is too long. request_id: names the request that it answers.
     """
 
     status: int
@@ -52,7 +47,7 @@ class Fault:
     code: str | None = None
     param: str | None = None
     context: tuple[int, int] | None = None
-    request_id: str = field(default_factory=new_request_id, compare=False)
+    request_id: str = field(default_factory=current_request_id, compare=False)
 
 
 ErrorShape: TypeAlias = Callable[[Fault], Mapping[str, Any]]
@@ -159,13 +154,8 @@ async def answer_errors(request: web.Request, handler: Any) -> web.StreamRespons
         fault = fault_of(RequestError(reason))
     except Exception as error:
         fault = fault_of(error)
+    note_error(fault.message)
     headers |= _STATUS_HEADERS.get(fault.status, {})
     headers[REQUEST_ID_HEADER] = fault.request_id
     shape = request.app[ERROR_SHAPE](request)
     return json_response(shape(fault), request.app[ERROR_STATUS](request, fault.status), headers)
-
-
-async def name_answer(request: web.Request, response: web.StreamResponse) -> None:
-    """Give every answer a name, in the headers where Anthropic's and OpenAI's SDKs look for it."""
-    name = response.headers.setdefault(REQUEST_ID_HEADER, new_request_id())
-    response.headers.setdefault(f"x-{REQUEST_ID_HEADER}", name)

@@ -6,13 +6,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_daemon import FakeDaemon
-
-Quantd = Callable[..., "subprocess.CompletedProcess[str]"]
+from fake_daemon import FakeDaemon, Quantd
 
 
 @pytest.fixture

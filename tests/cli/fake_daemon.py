@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from aiohttp import web
+
+from quantd.engine.messages import Stats
+
+Quantd = Callable[..., "subprocess.CompletedProcess[str]"]
+"""The command line, run with these arguments."""
 
 INFO = {
     "architecture": "llama",
@@ -26,20 +33,73 @@ INFO = {
     "load_seconds": 0.5,
     "num_ranks": 1,
 }
+STATS = Stats(
+    num_running=2,
+    num_waiting=1,
+    blocks_total=100,
+    blocks_free=50,
+    blocks_cached=20,
+    prefix_queries=2000,
+    prefix_hits=1500,
+    generated_tokens=1000,
+    computed_tokens=9000,
+)
+
+
+def request(client: str, route: str, phase: str, **tokens: int) -> dict[str, Any]:
+    """A request as the daemon tells of it, with 900 tokens of prompt."""
+    counts = {"prompt_tokens": 900, "computed_tokens": 0, "cached_tokens": 0, "output_tokens": 0} | tokens
+    rate = 25.5 if phase == "decode" else None
+    return {
+        "id": f"req_{client}",
+        "client": {"name": client, "id": "uid:1000", "pid": 7, "address": None, "agent": None},
+        "route": route,
+        "model": "tiny",
+        "phase": phase,
+        "seconds": 12.0,
+        "choices": 1,
+        "tokens_per_second": rate,
+    } | counts
+
+
 STATUS = {
     "version": "0.1.0",
     "pid": 2**22 + 1,  # above the kernel's highest process id
     "uptime_seconds": 61.5,
     "listening": ["unix:/x", "http://0.0.0.0:11999"],
+    "log": {"kind": "terminal", "path": "/dev/pts/3"},
+    "request_log": None,
+    "memory": {"daemon_bytes": 80_000_000, "total_bytes": 32_000_000_000, "available_bytes": 14_200_000_000},
     "models": [
         {
             "name": "tiny",
             "state": "ready",
+            "progress": {"done": 100, "total": 100},
             "info": INFO,
-            "stats": {"num_running": 2, "num_waiting": 1},
+            "stats": msgspec.to_builtins(STATS),
+            "pool": {
+                "blocks_per_cell": 1,
+                "held": [1] * 30 + [0] * 70,
+                "cached": [0] * 30 + [1] * 20 + [0] * 50,
+            },
+            "memory_bytes": 500_000_000,
             "unloads_in": 840.0,
         },
-        {"name": "big", "state": "loading", "progress": 0.5, "info": None, "stats": None},
+        {
+            "name": "big",
+            "state": "loading",
+            "progress": {"done": 25, "total": 100},
+            "info": None,
+            "stats": None,
+            "pool": None,
+            "memory_bytes": None,
+            "unloads_in": None,
+        },
+    ],
+    "requests": [
+        request("zed", "POST /v1/chat/completions", "decode", computed_tokens=900, output_tokens=41),
+        request("aider", "POST /v1/chat/completions", "waiting"),
+        request("vim", "POST /infill", "prefill", computed_tokens=512),
     ],
 }
 MODELS = {"data": [{"id": "big"}, {"id": "tiny", "max_model_len": 1600}]}
@@ -56,6 +116,7 @@ class FakeDaemon:
         self.loads: list[dict[str, Any]] = []
         self.chat_error: dict[str, Any] | None = None
         self.endless = False
+        self.status: dict[str, Any] = STATUS
         self.left = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._ready, self._stopping = threading.Event(), asyncio.Event()
@@ -74,7 +135,7 @@ class FakeDaemon:
     async def _serve(self) -> None:
         app = web.Application()
         app.router.add_get("/quantd/version", _always({"version": "0.1.0"}))
-        app.router.add_get("/quantd/status", _always(STATUS))
+        app.router.add_get("/quantd/status", self._status)
         app.router.add_get("/v1/models", _always(MODELS))
         app.router.add_post("/quantd/load", self._load)
         app.router.add_post("/quantd/unload", _always({"status": "unloaded"}))
@@ -86,6 +147,9 @@ class FakeDaemon:
         self._ready.set()
         await self._stopping.wait()
         await runner.cleanup()
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return web.json_response(self.status)
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
         self.loads.append(await request.json())

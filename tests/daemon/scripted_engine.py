@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from quantd.daemon.loaded_model import Progress
 from quantd.daemon.store import plain_name
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import EngineDiedError
-from quantd.engine.messages import ModelInfo, Stats
+from quantd.engine.messages import ModelInfo, PoolMap, Queue, RequestStats, Stats
 from quantd.engine.request import Request, TokenEvent, TokenLogprob
 
 INFO = ModelInfo(
@@ -46,10 +47,14 @@ def repeat_prompt(request: Request) -> Sequence[int]:
 
 
 class ScriptedEngine:
-    """Each step gives one token of the script. `gate`, while cleared, holds all steps."""
+    """Each step gives one token of the script. `gate`, while cleared, holds all steps.
+
+    queue: where it says that its requests are.
+    """
 
     def __init__(self, script: Script = repeat_prompt, info: ModelInfo = INFO) -> None:
         self.info = info
+        self.pid = os.getpid()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.script = script
         self.running: dict[str, Request] = {}
@@ -58,6 +63,8 @@ class ScriptedEngine:
         self.forgotten: list[list[int]] = []
         self.dropped: list[Sequence[bytes] | None] = []
         self.closed = False
+        self.num_steps = 0
+        self.queue: Queue = "running"
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -130,14 +137,23 @@ class ScriptedEngine:
     async def drop(self, keys: Sequence[bytes] | None) -> None:
         self.dropped.append(keys)
 
-    async def stats(self) -> Stats:
+    async def stats(self, detail: bool = False) -> Stats:
         held = 2 * len(self.running)
         return Stats(
             num_running=len(self.running),
             blocks_total=64,
             blocks_free=64 - held,
+            steps=self.num_steps,
             generated_tokens=7,
             aborts=len(self.aborted),
+            requests=[self._request_stats(request) for request in self.running.values()] if detail else [],
+            pool=PoolMap(blocks_per_cell=32, held=[held, 0], cached=[0, 0]) if detail else None,
+        )
+
+    def _request_stats(self, request: Request) -> RequestStats:
+        size = len(request.prompt)
+        return RequestStats(
+            id=request.id, queue=self.queue, num_tokens=size, num_computed=size // 2, num_blocks=2
         )
 
     def kill(self, reason: str) -> None:

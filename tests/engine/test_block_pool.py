@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantd.engine.block_pool import BlockPool
+from quantd.engine.block_pool import HELD, BlockPool
 
 
 def test_blocks_are_allocated_in_order_and_run_out() -> None:
@@ -50,7 +50,7 @@ def test_check_sees_a_lost_block() -> None:
     st.integers(1, 6), st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["take", "share", "release"])))
 )
 def test_counts_match_a_model(num_blocks: int, moves: list[tuple[int, str]]) -> None:
-    pool, held = BlockPool(num_blocks), Counter[int]()
+    pool, held, kept = BlockPool(num_blocks), Counter[int](), set[int]()
     for block, move in moves:
         if move == "take" and pool.num_free:
             held[pool.allocate()] += 1
@@ -60,5 +60,11 @@ def test_counts_match_a_model(num_blocks: int, moves: list[tuple[int, str]]) -> 
         elif move == "release" and held[block]:
             held[block] -= 1
             pool.release(block, keep=bool(block % 2))
+            kept |= {block} if block % 2 else set()
         pool.check()
         assert pool.ref_counts == [held[block] for block in range(num_blocks)]
+        num_held = [bool(held[block]) for block in range(num_blocks)]
+        assert pool.counts(HELD, 1) == num_held
+        assert pool.counts(HELD, 2) == [sum(num_held[i : i + 2]) for i in range(0, num_blocks, 2)]
+        kept = {block for block in kept if not held[block]}
+        assert pool.num_kept == len(kept)

@@ -311,8 +311,27 @@ def test_stats_count() -> None:
         engine.finish()
     stats = engine.scheduler.stats()
     assert (stats.steps, stats.prompt_tokens, stats.generated_tokens) == (6, 26, 6)
+    assert stats.computed_tokens == (13 + 2) + (1 + 2), "a drawn token is computed in the next step"
     assert (stats.prefix_queries, stats.prefix_hits) == (26, 12)
     assert (stats.blocks_total, stats.blocks_free + stats.blocks_cached) == (64, 64)
+
+
+def test_stats_tell_of_each_request_and_of_the_pools_parts_where_asked() -> None:
+    engine = Engine(num_blocks=1030, max_num_tokens=10, max_num_requests=2)
+    engine.add(make_request("a", prompt_of(4), max_tokens=9))
+    engine.add(make_request("b", prompt_of(30, 7), max_tokens=9), make_request("c", prompt_of(4, 9)))
+    engine.step()
+    plain, stats = engine.scheduler.stats(), engine.scheduler.stats(detail=True)
+    assert msgspec.structs.replace(stats, requests=[], pool=None) == plain
+    states = [(s.id, s.queue, s.num_tokens, s.num_computed, s.num_blocks) for s in stats.requests]
+    assert states == [("a", "running", 5, 4, 1), ("b", "running", 30, 6, 2), ("c", "waiting", 4, 0, 0)]
+    assert stats.pool is not None and stats.pool.blocks_per_cell == 3
+    assert len(stats.pool.held) == len(stats.pool.cached) == 344
+    assert (stats.pool.held[0], sum(stats.pool.held), sum(stats.pool.cached)) == (3, 3, 0)
+    engine.finish()
+    pool = engine.scheduler.stats(detail=True).pool
+    assert pool is not None and not any(pool.held)
+    assert sum(pool.cached) == engine.scheduler.stats().blocks_cached > 9
 
 
 def test_slots_that_requests_share_are_live_once() -> None:
