@@ -7,6 +7,7 @@ computed again, after which the prefix cache holds it. Keys and values themselve
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ class Slots:
         saved = SavedPrompt(model, tokens)
         data = msgspec.msgpack.encode(saved)
         self._folder.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
         partial.write_bytes(data)
         partial.replace(path)
         return SlotFile(saved, len(data))

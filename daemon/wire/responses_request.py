@@ -78,9 +78,12 @@ class CountBody(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError("input must hold at least one item", "input")
         tools = [function.neutral() for function in functions(self.tools or ())]
         effort = None if self.reasoning is None else self.reasoning.effort
+        messages = neutral_messages(self.instructions, items, num_earlier)
+        if not messages:
+            raise RequestError("input: none of its items says anything to the model", "input")
         return ChatRequest(
             model=self.model,
-            messages=neutral_messages(self.instructions, items, num_earlier),
+            messages=messages,
             tools=tools or None,
             tool_choice=_tool_choice(self.tool_choice),
             parallel_tool_calls=self.parallel_tool_calls is not False,
