@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+import hypothesis
 import pytest
 from homes import TEST_HOME, share_kernels
 
@@ -28,6 +29,10 @@ def _has_gpu() -> bool:
 # Triton looks at it when a kernel is defined, so it is set before any test module imports one.
 if not _has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# How fast a busy machine is, is no test.
+hypothesis.settings.register_profile("quantd", deadline=None)
+hypothesis.settings.load_profile("quantd")
 
 FIXTURES = Path(__file__).parent / "data" / "fixtures"
 

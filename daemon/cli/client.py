@@ -62,6 +62,14 @@ class DaemonClient:
         with self._exchange("DELETE", path, None, _CONTROL_TIMEOUT) as response:
             return _decode(response.read())
 
+    def wants_key(self) -> bool:
+        """Whether the daemon, if it answers, refuses clients with this key, or without one."""
+        try:
+            self.get("/v1/models")
+        except (DaemonError, NoDaemonError) as error:
+            return isinstance(error, DaemonError) and error.code == "invalid_api_key"
+        return False
+
     def lines(self, path: str, body: object) -> Iterator[Any]:
         """The objects of an NDJSON answer as they come; an `error` among them is raised as DaemonError."""
         with self._exchange("POST", path, body, None) as response:

@@ -13,7 +13,7 @@ import click
 
 from quantd.daemon.cli.options import client_options, json_option
 from quantd.daemon.cli.output import print_json, print_table
-from quantd.daemon.config import Paths, load_config
+from quantd.daemon.config import Paths, client_key, load_config
 from quantd.daemon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def _complete(context: click.Context, parameter: click.Parameter, typed: str) ->
 @click.option("--undo", is_flag=True, help="Put those files back as they were.")
 @click.option("--replace", is_flag=True, help="With --write: also where you have set something else.")
 @click.option("--model", help="The model to tell it of. Default: the one that is loaded, or the only one.")
+@click.option("--key", help="The API key for it to send. Default: this user's (QUANTD_KEY), if any.")
 @client_options
 @json_option
 def connect_command(
@@ -43,6 +44,7 @@ def connect_command(
     undo: bool,
     replace: bool,
     model: str | None,
+    key: str | None,
     socket: str | None,
     host: str | None,
     as_json: bool,
@@ -55,7 +57,7 @@ def connect_command(
     elif undo:
         _undo(_find(name), as_json)
     else:
-        _connect(_find(name), _endpoint(socket, host, model), write, replace, as_json)
+        _connect(_find(name), _endpoint(socket, host, model, key), write, replace, as_json)
 
 
 def _list(as_json: bool) -> None:
@@ -116,10 +118,10 @@ def _find(name: str) -> Tool:
     raise ConfigError(f"no program {name!r} is known here; {hint}")
 
 
-def _endpoint(socket: str | None, host: str | None, model: str | None) -> Endpoint:
+def _endpoint(socket: str | None, host: str | None, model: str | None, key: str | None) -> Endpoint:
     from quantd.daemon.cli.endpoint import find_endpoint
 
-    return find_endpoint(socket, host, model, load_config({}))
+    return find_endpoint(socket, host, model, key or client_key(), load_config({}))
 
 
 def _journal() -> Journal:
@@ -158,6 +160,11 @@ def _afterwards(tool: Tool, endpoint: Endpoint) -> Iterator[str]:
 def _notes(tool: Tool, endpoint: Endpoint) -> Iterator[str]:
     if not endpoint.answers:
         yield "No daemon answers now; start it with: quantd serve"
+    if endpoint.wants_key:
+        yield (
+            f"The daemon refuses {'this key' if endpoint.key else 'programs without a key'}; make one for "
+            f"{tool.name}: quantd connect {tool.name} --write --key $(quantd key add {tool.name})"
+        )
     if not endpoint.is_loaded and endpoint.max_model_len is not None:
         yield (
             f"{endpoint.model} is not loaded. {endpoint.max_model_len} tokens is the most that it can take; "

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
 from quantd.daemon.capabilities import Capabilities, read_capabilities
 from quantd.daemon.cli.client import DaemonClient, find_daemon
-from quantd.daemon.config import ServeConfig, client_key, client_sockets
-from quantd.daemon.connect.endpoint import ANY_KEY, Endpoint
+from quantd.daemon.config import ServeConfig, client_sockets
+from quantd.daemon.connect.endpoint import Endpoint
 from quantd.daemon.errors import ConfigError, ModelNotFoundError, NoDaemonError
 from quantd.daemon.model_files import read_json
 from quantd.daemon.store import Store
 from quantd.quant.errors import CheckpointError
 
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_KEY = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _NO_PORT = (
     "the daemon listens on no TCP port, which other programs need: start it with quantd serve --port 11435, "
     "or set port = 11435 in quantd.toml"
 )
 
 
-def find_endpoint(socket: str | None, host: str | None, model: str | None, config: ServeConfig) -> Endpoint:
+def find_endpoint(
+    socket: str | None, host: str | None, model: str | None, key: str | None, config: ServeConfig
+) -> Endpoint:
     """The endpoint at the daemon that answers, else at the one that the configuration describes.
 
-    Raises ConfigError where it has no port or the model is not clear, ModelNotFoundError, and NoDaemonError
-    for a daemon that was asked for by address.
+    key: for programs to send. Raises ConfigError where that can be none, the daemon has no port or the model
+    is not clear, ModelNotFoundError, and NoDaemonError for a daemon that was asked for by address.
     """
+    if key is not None and not _KEY.fullmatch(key):
+        raise ConfigError("the key has characters that no key has: see RFC 6750, section 2.1")
     try:
         client = find_daemon(client_sockets(socket), host)
     except NoDaemonError:
         if socket is not None or host is not None:
             raise
-        return _configured(model, config)
-    return _running(client, model, config)
+        return dataclasses.replace(_configured(model, config), key=key)
+    endpoint = _running(client, model, config)
+    wants_key = DaemonClient((endpoint.host, endpoint.port), key).wants_key()
+    return dataclasses.replace(endpoint, key=key, wants_key=wants_key)
 
 
 def _configured(model: str | None, config: ServeConfig) -> Endpoint:
@@ -48,7 +57,7 @@ def _configured(model: str | None, config: ServeConfig) -> Endpoint:
     trained, asked = trained_len(store, name), config.engine.max_model_len
     limit = min(trained, asked) if trained and asked else trained or asked
     host = _LOOPBACK.get(config.host, config.host)
-    return Endpoint(host, config.port, name, limit, _capabilities(store, name), key=_key())
+    return Endpoint(host, config.port, name, limit, _capabilities(store, name))
 
 
 def _running(client: DaemonClient, model: str | None, config: ServeConfig) -> Endpoint:
@@ -60,20 +69,8 @@ def _running(client: DaemonClient, model: str | None, config: ServeConfig) -> En
     name = choose_model(model, list(entries), loaded, config.model)
     limit = entries[name].get("max_model_len") or trained_len(store, name)
     return Endpoint(
-        host,
-        port,
-        name,
-        limit,
-        _capabilities(store, name),
-        answers=True,
-        is_loaded=name in loaded,
-        key=_key(),
+        host, port, name, limit, _capabilities(store, name), answers=True, is_loaded=name in loaded
     )
-
-
-def _key() -> str:
-    """What programs are to send as their API key."""
-    return client_key() or ANY_KEY
 
 
 def choose_model(asked: str | None, known: Sequence[str], loaded: Sequence[str], preset: str | None) -> str:

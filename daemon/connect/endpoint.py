@@ -8,8 +8,6 @@ from quantd.daemon.capabilities import Capabilities
 from quantd.daemon.errors import ConfigError
 
 _MOST_OUTPUT = 16384
-# Programs that want a key get this one where the daemon wants none.
-ANY_KEY = "quantd"
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,8 @@ class Endpoint:
 
     max_model_len: tokens of prompt and answer together. capabilities: what the model can do. None for either
     where nobody here knows. answers: whether the daemon does. is_loaded: whether max_model_len is what is
-    served, or only the most that could be. key: for programs that send one.
+    served, or only the most that could be. key: an API key. wants_key: whether the daemon refuses programs
+    that come with that key, or with none.
     """
 
     host: str
@@ -28,12 +27,8 @@ class Endpoint:
     capabilities: Capabilities | None = None
     answers: bool = False
     is_loaded: bool = False
-    key: str = ANY_KEY
-
-    @property
-    def needs_key(self) -> bool:
-        """Whether programs that send no key of their own accord have to be told one."""
-        return self.key != ANY_KEY
+    key: str | None = None
+    wants_key: bool = False
 
     @property
     def host_port(self) -> str:
@@ -49,6 +44,11 @@ class Endpoint:
     def v1(self) -> str:
         """The base of OpenAI's paths."""
         return f"{self.root}/v1"
+
+    @property
+    def any_key(self) -> str:
+        """A key for programs that do not go without one; a daemon that has made none does not look at it."""
+        return self.key or "quantd"
 
     @property
     def context(self) -> int:

@@ -61,10 +61,9 @@ def remove_file(path: Path, folders: Iterable[Path] = ()) -> None:
 
 
 def _write_through(path: Path, data: bytes, like: os.stat_result | None) -> None:
-    with path.open("xb") as file:
-        if like is None:
-            os.fchmod(file.fileno(), 0o600)  # it may hold an API key
-        else:
+    """A new file, which keys may be in, is its owner's alone."""
+    with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        if like is not None:
             if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
                 os.fchown(file.fileno(), like.st_uid, like.st_gid)
             os.fchmod(file.fileno(), stat.S_IMODE(like.st_mode))

@@ -29,7 +29,11 @@ class Probe:
     def line(self, endpoint: Endpoint) -> str:
         """A call of curl."""
         body = json.dumps({"model": endpoint.model, **self.body})
-        return f"curl {endpoint.root}{self.path} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
+        headers = ["Content-Type: application/json"]
+        if endpoint.key is not None:
+            headers.append(f"Authorization: Bearer {endpoint.key}")
+        options = " ".join(f"-H {shlex.quote(header)}" for header in headers)
+        return f"curl {endpoint.root}{self.path} {options} -d {shlex.quote(body)}"
 
 
 CHAT = Probe("/v1/chat/completions", {"messages": _MESSAGES, "max_tokens": 32})

@@ -54,6 +54,17 @@ def test_a_running_daemon_counts_before_it(quantd, home: dict[str, str], fake_da
     assert (told["url"], told["model"], told["context"]) == ("http://127.0.0.1:11999", "tiny", 1600)
 
 
+def test_the_key_is_this_users_or_one_that_is_given(quantd, home: dict[str, str]) -> None:
+    for args, variables, key in [
+        (("--key", "sk-1"), {}, "sk-1"),
+        ((), {"QUANTD_KEY": "sk-2"}, "sk-2"),
+        (("--key", "sk-1"), {"QUANTD_KEY": "sk-2"}, "sk-1"),
+    ]:
+        told = json.loads(quantd("connect", "tabby", *args, "--json", HOME=home["HOME"], **variables).stdout)
+        assert f'api_key = "{key}"' in told["files"][0]["content"]
+        assert all(f"Authorization: Bearer {key}" in line for line in told["tests"])
+
+
 def test_write_and_undo(quantd, home: dict[str, str]) -> None:
     user = {"HOME": home["HOME"]}
     path = Path(home["HOME"]) / ".claude" / "settings.json"
@@ -93,6 +104,7 @@ def test_what_cannot_be_done_is_said_in_a_line(quantd, home: dict[str, str]) -> 
         ('model = "big"\nport = "off"', ("zed",), "listens on no TCP port, which other programs need"),
         ('model = "big"\nport = 0', ("zed",), "the port is 0"),
         ("", ("zed", "--undo"), "nothing to undo"),
+        ("", ("zed", "--model", "big", "--key", 'a"b'), "characters that no key has"),
         ("", ("jetbrains", "--model", "big", "--write"), "there is no file to write"),
         ("", ("zed", "--host", "127.0.0.1:1"), "No daemon answers"),
     ]:

@@ -32,6 +32,7 @@ V1 = f"{ROOT}/v1"
 CODER = Capabilities(chat=True, tools=True, thinking=False, infill="Qwen coder")
 CHATTER = Capabilities(chat=True, tools=False, thinking=False, infill=None)
 ENDPOINT = Endpoint("127.0.0.1", 11435, "qwen/coder-1.5b:q4", 32768, CODER, answers=True, is_loaded=True)
+KEYED = dataclasses.replace(ENDPOINT, key="sk-of_mine")
 AGENTS = ["cline", "aider", "opencode", "codex", "claude-code"]
 EDITORS = [
     "continue",
@@ -44,10 +45,6 @@ EDITORS = [
     "gptel",
     "ellama",
 ]
-TAKE_A_KEY = {
-    *("aider", "claude-code", "cline", "codecompanion", "codex", "continue", "gptel", "jetbrains", "minuet"),
-    *("open-webui", "opencode", "tabby"),
-}
 NAMES = [*EDITORS, *AGENTS, "copilot", "jetbrains", "open-webui", "tabby"]
 
 
@@ -109,17 +106,6 @@ def written(
     return {str(file.path.relative_to(folders.home)): parsers[file.format](read[file.path]) for file in files}
 
 
-def test_programs_that_send_a_key_get_the_users(folders: UserFolders) -> None:
-    endpoint = dataclasses.replace(ENDPOINT, key="a real key")
-    told = {
-        name: "".join(file.preview() for file in tool.files(endpoint, folders))
-        + repr((tool.variables(endpoint), tool.steps(endpoint)))
-        for name, tool in TOOLS.items()
-    }
-    sends = {name for name, text in told.items() if "a real key" in text or "QUANTD_KEY" in text}
-    assert sends == TAKE_A_KEY
-
-
 def test_all_of_them_are_known() -> None:
     assert sorted(TOOLS) == sorted(NAMES)
     assert all(tool.title and tool.reads and tool.probes for tool in TOOLS.values())
@@ -149,6 +135,43 @@ def test_another_model_takes_the_place_of_the_first(
         file.path.read_text() == file.preview() and "coder" not in file.path.read_text()
         for file in files_of(name, folders, other)
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_key_is_told_where_there_is_one(name: str, folders: UserFolders, journal: Journal) -> None:
+    def told(endpoint: Endpoint) -> str:
+        texts = [file.preview() for file in files_of(name, folders, endpoint)]
+        tool = TOOLS[name]
+        return str([*texts, tool.variables(endpoint), tool.steps(endpoint), tool.probes[0].line(endpoint)])
+
+    assert str(KEYED.key) in told(KEYED) and str(KEYED.key) not in told(ENDPOINT)
+    assert f"Authorization: Bearer {KEYED.key}" in told(KEYED) and "Bearer" not in told(ENDPOINT)
+    files = files_of(name, folders, KEYED)
+    if files:
+        write(name, files, journal, replace=False)
+        modes = {path.stat().st_mode & 0o777 for path in folders.home.rglob("*") if path.is_file()}
+        assert modes == {0o600}
+
+
+def test_the_fields_that_keys_have(folders: UserFolders, journal: Journal) -> None:
+    def of(name: str) -> Any:
+        [read] = written(name, folders, journal, KEYED).values()
+        return read
+
+    key = KEYED.key
+    assert set(TOOLS["zed"].variables(KEYED)) == {
+        "OLLAMA_API_KEY",
+        "ZED_OPEN_AI_COMPATIBLE_EDIT_PREDICTION_API_KEY",
+    }
+    assert of("codex")["model_providers"]["quantd"]["experimental_bearer_token"] == key
+    assert of("opencode")["provider"]["quantd"]["options"] == {"baseURL": V1, "apiKey": key}
+    assert of("claude-code")["env"]["ANTHROPIC_AUTH_TOKEN"] == key
+    assert [model["apiKey"] for model in of("continue")["models"]] == [key, key]
+    fields = {name for name, value in of("llama.vscode").items() if value == key}
+    assert fields == {f"llama-vscode.{name}" for name in ("api_key", "api_key_chat", "api_key_tools")}
+    assert of("copilot")[0]["apiKey"] == key
+    assert of("avante")["opts"]["providers"]["quantd"]["api_key_name"] == f"cmd:echo {key}"
+    assert of("ellama")[0][-1][2][:3] == ["make-llm-ollama-authed", ":key", key]
 
 
 def test_zed(folders: UserFolders, journal: Journal) -> None:
@@ -405,7 +428,7 @@ def test_llama_vim_is_there_for_each_editor(
 @pytest.mark.skipif(shutil.which("vim") is None, reason="asks vim itself")
 @pytest.mark.parametrize("mine", ["", "let g:llama_config = {'show_info': 0, 'endpoint_fim': 'x'}"])
 def test_llama_vim_as_vim_reads_it(mine: str, folders: UserFolders, journal: Journal) -> None:
-    [path] = written("llama.vim", folders, journal)
+    [path] = written("llama.vim", folders, journal, KEYED)
     out = folders.home / "out.json"
     script = (
         f"{mine}\nsource {folders.home / path}\ncall writefile([json_encode(g:llama_config)], '{out}')\nqa!\n"
@@ -421,6 +444,7 @@ def test_llama_vim_as_vim_reads_it(mine: str, folders: UserFolders, journal: Jou
     assert config["endpoint_fim"] == f"{ROOT}/infill"
     assert config["endpoint_inst"] == f"{V1}/chat/completions"
     assert config["model_fim"] == config["model_inst"] == ENDPOINT.model
+    assert config["api_key"] == KEYED.key
     assert ("show_info" in config) == bool(mine)
 
 

@@ -23,7 +23,7 @@ def _cline_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[ConfigFil
     provider = "openai-compatible"
     settings = {
         "provider": provider,
-        "apiKey": endpoint.key,
+        "apiKey": endpoint.any_key,
         "model": endpoint.model,
         "baseUrl": endpoint.v1,
         "contextWindow": endpoint.context,
@@ -48,7 +48,7 @@ def _cline_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[ConfigFil
 def _cline_steps(endpoint: Endpoint) -> Sequence[str]:
     return (
         f"By hand instead, in Cline's settings: API Provider OpenAI Compatible, Base URL {endpoint.v1}, "
-        f"API Key {endpoint.key}, Model ID {endpoint.model}, Context Window Size {endpoint.context}.",
+        f"API Key {endpoint.any_key}, Model ID {endpoint.model}, Context Window Size {endpoint.context}.",
     )
 
 
@@ -57,7 +57,7 @@ def _aider_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[ConfigFil
     name = f"openai/{endpoint.model}"
     settings = [
         Put(("openai-api-base",), endpoint.v1),
-        Put(("openai-api-key",), endpoint.key),
+        Put(("openai-api-key",), endpoint.any_key),
         Put(("model",), name, "choice", f"start it with aider --model {name}"),
     ]
     limits = {
@@ -82,7 +82,7 @@ def _opencode_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[Config
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "quantd",
-        "options": {"baseURL": endpoint.v1} | ({"apiKey": endpoint.key} if endpoint.needs_key else {}),
+        "options": {"baseURL": endpoint.v1} | ({"apiKey": endpoint.key} if endpoint.key else {}),
         "models": {endpoint.model: {"name": endpoint.model, "limit": limit}},
     }
     name = f"quantd/{endpoint.model}"
@@ -97,8 +97,8 @@ def _opencode_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[Config
 def _codex_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[ConfigFile]:
     """A profile, which codex --profile lays over config.toml. "responses" is all that Codex speaks."""
     provider = {"name": "quantd", "base_url": endpoint.v1, "wire_api": "responses"}
-    if endpoint.needs_key:
-        provider["env_key"] = "QUANTD_KEY"  # the variable that it reads the key from
+    if endpoint.key is not None:
+        provider["experimental_bearer_token"] = endpoint.key
     puts = [
         Put(("model",), endpoint.model),
         Put(("model_provider",), "quantd"),
@@ -117,7 +117,7 @@ def _claude_code_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[Con
     aliases = ("OPUS", "SONNET", "HAIKU", "FABLE")
     variables = {
         "ANTHROPIC_BASE_URL": endpoint.root,
-        "ANTHROPIC_AUTH_TOKEN": endpoint.key,
+        "ANTHROPIC_AUTH_TOKEN": endpoint.any_key,
         "ANTHROPIC_MODEL": endpoint.model,
         **{f"ANTHROPIC_DEFAULT_{alias}_MODEL": endpoint.model for alias in aliases},
         "CLAUDE_CODE_SUBAGENT_MODEL": endpoint.model,

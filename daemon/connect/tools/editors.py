@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from quantd.daemon.connect.edit import ConfigFile
 from quantd.daemon.connect.endpoint import Endpoint
@@ -65,13 +65,24 @@ def _zed_edit_predictions(endpoint: Endpoint) -> list[Put]:
     ]
 
 
+def _zed_variables(endpoint: Endpoint) -> Mapping[str, str]:
+    """Zed keeps keys in the keychain, where its settings put them, and else takes these."""
+    if endpoint.key is None:
+        return {}
+    names = [
+        "OLLAMA_API_KEY",
+        *(["ZED_OPEN_AI_COMPATIBLE_EDIT_PREDICTION_API_KEY"] if endpoint.infills else []),
+    ]
+    return dict.fromkeys(names, endpoint.key)
+
+
 def _jetbrains_steps(endpoint: Endpoint) -> Sequence[str]:
     """jetbrains.com/help/ai-assistant/use-custom-models.html"""
     return (
         "Open Settings > Tools > AI Assistant > Providers & API keys.",
         "Under Third-party AI providers choose OpenAI-compatible.",
         f"URL: {endpoint.v1}",
-        f"API key: {endpoint.key}",
+        f"API key: {endpoint.any_key}",
         f"Tool calling: {'on' if endpoint.takes_tools else 'off'}. Press Test Connection, then Apply.",
         f"Choose {endpoint.model} in the chat, and under Models Assignment for the features to use it.",
     )
@@ -84,6 +95,7 @@ EDITORS = (
         reads="~/.config/zed/settings.json",
         probes=(OLLAMA_CHAT, SUFFIX),
         files=_zed_files,
+        variables=_zed_variables,
         steps=lambda endpoint: ("Zed takes it up when the file is saved; no restart.",),
     ),
     Tool(

@@ -45,7 +45,7 @@ def _gptel(endpoint: Endpoint) -> str:
         gptel-backend (gptel-make-openai "quantd"
                         :protocol "http"
                         :host "{endpoint.host_port}"
-                        :key "{endpoint.key}"
+                        :key {json.dumps(endpoint.any_key)}
                         :stream t
                         :models (list (intern {model})))))
 """
@@ -54,15 +54,19 @@ def _gptel(endpoint: Endpoint) -> str:
 def _ellama(endpoint: Endpoint) -> str:
     """README of s-kostyaev/ellama: ellama-provider. It also runs in Emacs 28, which has no setopt."""
     model = json.dumps(endpoint.model)
+    maker, key = (
+        ("make-llm-ollama-authed", f' :key "{endpoint.key}"') if endpoint.key else ("make-llm-ollama", "")
+    )
     return f"""\
 (with-eval-after-load 'ellama
   (require 'llm-ollama)
   (setq ellama-provider
-        (make-llm-ollama :scheme "http"
-                         :host "{endpoint.host}"
-                         :port {endpoint.port}
-                         :chat-model {model}
-                         :embedding-model {model})))
+        ({maker}{key}
+         :scheme "http"
+         :host "{endpoint.host}"
+         :port {endpoint.port}
+         :chat-model {model}
+         :embedding-model {model})))
 """
 
 

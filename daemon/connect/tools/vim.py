@@ -7,6 +7,7 @@ the plugin where that is installed. Who uses another plugin manager passes its `
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from textwrap import indent
 
@@ -34,6 +35,7 @@ def _llama_vim_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[Confi
 
 def _llama_vim(endpoint: Endpoint) -> str:
     """Settings that hold whether the plugin is loaded before or after them."""
+    key = f"    \\ 'api_key':       '{endpoint.key}',\n" if endpoint.key else ""
     return f"""\
 " Written by quantd connect llama.vim
 let g:llama_config = extend(get(g:, 'llama_config', {{}}), {{
@@ -42,7 +44,7 @@ let g:llama_config = extend(get(g:, 'llama_config', {{}}), {{
     \\ 'model_fim':     '{endpoint.model}',
     \\ 'model_inst':    '{endpoint.model}',
     \\ 'ring_n_chunks': {ring_chunks(endpoint)},
-    \\ }})
+{key}    \\ }})
 """
 
 
@@ -79,7 +81,7 @@ def _minuet(endpoint: Endpoint) -> str:
   provider_options = {{
     openai_fim_compatible = {{
       name = "quantd",
-      api_key = function() return "{endpoint.key}" end,
+      api_key = function() return {json.dumps(endpoint.any_key)} end,
       end_point = "{endpoint.v1}/completions",
       model = {json.dumps(endpoint.model)},
       optional = {{ max_tokens = 64, top_p = 0.9 }},
@@ -98,7 +100,7 @@ def _codecompanion(endpoint: Endpoint) -> str:
         return require("codecompanion.adapters").extend("openai_compatible", {{
           env = {{
             url = "{endpoint.root}",
-            api_key = function() return "{endpoint.key}" end,
+            api_key = function() return {json.dumps(endpoint.any_key)} end,
             chat_url = "/v1/chat/completions",
           }},
           schema = {{ model = {{ default = {json.dumps(endpoint.model)} }} }},
@@ -115,14 +117,15 @@ def _codecompanion(endpoint: Endpoint) -> str:
 
 
 def _avante(endpoint: Endpoint) -> str:
-    """README of yetone/avante.nvim: providers. Without a key's name it asks for none."""
+    """README of yetone/avante.nvim: providers. A key comes from a variable or a command, "" is for none."""
+    key_command = "" if endpoint.key is None else f"cmd:echo {shlex.quote(endpoint.key)}"
     return f"""\
 {{
   provider = "quantd",
   providers = {{
     quantd = {{
       __inherited_from = "openai",
-      api_key_name = "",
+      api_key_name = {json.dumps(key_command)},
       endpoint = "{endpoint.v1}",
       model = {json.dumps(endpoint.model)},
       context_window = {endpoint.context},

@@ -28,7 +28,7 @@ def _continue_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[Config
         "provider": "openai",
         "model": endpoint.model,
         "apiBase": endpoint.v1,
-        "apiKey": endpoint.key,
+        "apiKey": endpoint.any_key,
         "roles": ["chat", "edit", "apply"],
         **({"capabilities": ["tool_use"]} if endpoint.takes_tools else {}),
         "defaultCompletionOptions": {"contextLength": endpoint.context, "maxTokens": endpoint.max_output},
@@ -37,7 +37,7 @@ def _continue_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[Config
         "provider": "ollama",
         "model": endpoint.model,
         "apiBase": endpoint.root,
-        **({"apiKey": endpoint.key} if endpoint.needs_key else {}),
+        "apiKey": endpoint.any_key,
         "roles": ["autocomplete"],
         "defaultCompletionOptions": {"contextLength": endpoint.context},
     }
@@ -62,6 +62,8 @@ def _llama_vscode_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[Co
         "ai_model": endpoint.model,
         "ring_n_chunks": ring_chunks(endpoint),
     }
+    if endpoint.key is not None:
+        values |= dict.fromkeys(("api_key", "api_key_chat", "api_key_tools"), endpoint.key)
     puts = [Put((f"llama-vscode.{key}",), value) for key, value in values.items()]
     return [ConfigFile(folders.vscode / "settings.json", "json", puts)]
 
@@ -78,6 +80,8 @@ def _copilot_files(endpoint: Endpoint, folders: UserFolders) -> Sequence[ConfigF
         "maxOutputTokens": endpoint.max_output,
     }
     entry = {"vendor": "customendpoint", "apiType": "chat-completions", "models": [model]}
+    if endpoint.key is not None:
+        entry["apiKey"] = endpoint.key
     puts = [Put((Item("name", "quantd"),), entry)]
     return [ConfigFile(folders.vscode / "chatLanguageModels.json", "json", puts)]
 
