@@ -17,12 +17,15 @@ INSTRUCTIONS = "You are a helpful assistant. Answer in short sentences."
 
 @dataclass(frozen=True)
 class Place:
-    """Where a client runs. home, project: folders of its own. installed: see install.py. root: the URL."""
+    """Where a client runs. home, project: folders of its own. installed: see install.py. root, key: of the
+    daemon, its URL and what it asks for.
+    """
 
     home: Path
     project: Path
     installed: Path
     root: str
+    key: str
     model: str
 
     def npm(self, name: str) -> str:
@@ -115,9 +118,11 @@ def _aider(place: Place, prompt: str) -> list[str]:
 def _prepare_llm(place: Place) -> None:
     """llm.datasette.io: other-models, OpenAI-compatible models. YAML takes JSON."""
     entry = {"model_id": place.model, "model_name": place.model, "api_base": f"{place.root}/v1"}
+    entry |= {"api_key_name": "quantd", "supports_tools": True}
     folder = Path(_llm_variables(place)["LLM_USER_PATH"])
     folder.mkdir()
-    (folder / "extra-openai-models.yaml").write_text(json.dumps([entry | {"supports_tools": True}]))
+    (folder / "extra-openai-models.yaml").write_text(json.dumps([entry]))
+    (folder / "keys.json").write_text(json.dumps({"quantd": place.key}))
 
 
 def _llm_variables(place: Place) -> Mapping[str, str]:
@@ -130,7 +135,7 @@ def _llm(place: Place, prompt: str) -> list[str]:
 
 def _litellm(place: Place, prompt: str) -> list[str]:
     script = Path(__file__).with_name("litellm_task.py")
-    return [place.venv("python", "python"), str(script), f"{place.root}/v1", place.model, prompt]
+    return [place.venv("python", "python"), str(script), f"{place.root}/v1", place.key, place.model, prompt]
 
 
 AGENTS = (

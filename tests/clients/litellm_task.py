@@ -1,4 +1,4 @@
-"""One task for litellm, which is a library: `python litellm_task.py BASE MODEL PROMPT`.
+"""One task for litellm, which is a library: `python litellm_task.py BASE KEY MODEL PROMPT`.
 
 Streams the answer, runs the tool where it is called, and goes on with what that gave, once.
 """
@@ -25,11 +25,11 @@ TOOL = {
 }
 
 
-def answer(base: str, model: str, messages: list[Any]) -> Any:
+def answer(base: str, key: str, model: str, messages: list[Any]) -> Any:
     """The message of one streamed answer, printed as it comes."""
     chunks = []
     for chunk in litellm.completion(
-        model=f"openai/{model}", api_base=base, api_key="any", messages=messages, tools=[TOOL], stream=True
+        model=f"openai/{model}", api_base=base, api_key=key, messages=messages, tools=[TOOL], stream=True
     ):
         chunks.append(chunk)
         print(chunk.choices[0].delta.content or "", end="", flush=True)
@@ -38,15 +38,15 @@ def answer(base: str, model: str, messages: list[Any]) -> Any:
 
 
 def main() -> None:
-    base, model, prompt = sys.argv[1:]
+    base, key, model, prompt = sys.argv[1:]
     messages: list[Any] = [{"role": "user", "content": prompt}]
-    message = answer(base, model, messages)
+    message = answer(base, key, model, messages)
     if message.tool_calls:
         messages.append(message.model_dump())
         for call in message.tool_calls:
             number = len(json.loads(call.function.arguments)["text"].split())
             messages.append({"role": "tool", "tool_call_id": call.id, "content": str(number)})
-        answer(base, model, messages)
+        answer(base, key, model, messages)
 
 
 if __name__ == "__main__":

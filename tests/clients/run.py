@@ -1,10 +1,10 @@
 """Real clients against a daemon with the small model: `make clients`, `python tests/clients/run.py NAME ...`.
 
 Installs Claude Code, Codex, opencode, Continue, Cline, Aider, llm and litellm below build/clients, gives each
-the settings that `quantd connect` writes, and prints whether it connected, streamed, called a tool when it
-was forced to, and ended the daemon's work when it was stopped. What a forced call asks for is the small
-model's guess; that the client runs it and comes back is the point. Clients have no network but loopback,
-where that can be had.
+the settings that `quantd connect` writes, with a key, which the daemon asks for, and prints whether it
+connected, streamed, called a tool when it was forced to, and ended the daemon's work when it was stopped.
+What a forced call asks for is the small model's guess; that the client runs it and comes back is the point.
+Clients have no network but loopback, where that can be had.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ def daemon(home: Path) -> Iterator[str]:
         "512MiB",
         "--keep-alive",
         "-1",
+        "--require-key",
+        "always",
     ]
     with log.open("wb") as output:
         process = subprocess.Popen([*QUANTD, "serve", *options], stderr=output, env=_environment(home))
@@ -138,13 +140,20 @@ def status_of(home: Path) -> Callable[[], Mapping[str, int]]:
     return status
 
 
+def make_key(home: Path) -> str:
+    """An API key of the daemon's that has this home."""
+    command = [*QUANTD, "key", "add", "clients"]
+    done = subprocess.run(command, env=_environment(home), capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
 def place_maker(work: Path, home: Path, port: int) -> Callable[[Agent, str], Place]:
     """Makes places below `work`, whose clients are told of a port."""
-    numbers = itertools.count()
+    numbers, key, root = itertools.count(), make_key(home), f"http://127.0.0.1:{port}"
 
     def make(agent: Agent, model: str) -> Place:
         folder = work / f"{agent.name}-{next(numbers)}"
-        place = Place(folder / "home", folder / "project", INSTALLED, f"http://127.0.0.1:{port}", model)
+        place = Place(folder / "home", folder / "project", INSTALLED, root, key, model)
         place.home.mkdir(parents=True)
         place.project.mkdir()
         (place.project / "notes.txt").write_text("The heron stands in the shallow water.\n")
@@ -158,7 +167,7 @@ def place_maker(work: Path, home: Path, port: int) -> Callable[[Agent, str], Pla
 def _connect(name: str, place: Place, home: Path) -> None:
     host = place.root.removeprefix("http://")
     command = [*QUANTD, "connect", name, "--write", "--model", place.model, "--host", host]
-    environment = _environment(home) | {"HOME": str(place.home)}
+    environment = _environment(home) | {"HOME": str(place.home), "QUANTD_KEY": place.key}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"quantd connect {name} failed:\n{done.stdout}{done.stderr}")
