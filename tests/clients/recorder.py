@@ -16,7 +16,9 @@ import aiohttp
 from aiohttp import web
 from dialects import Dialect, dialect_of
 
+from quantd.daemon.limits import DEFAULT_LIMITS
 from quantd.daemon.wire.encodings import read_data
+from quantd.daemon.wire.incoming import LIMITS
 
 _OF_THE_CONNECTION = {"host", "content-length", "transfer-encoding", "connection", "content-encoding"}
 _MAX_BODY = 1 << 26
@@ -120,6 +122,7 @@ async def recording(upstream: str) -> AsyncIterator[tuple[Recorder, int]]:
     """A recorder before a daemon at this URL, and the port that it listens on."""
     recorder = Recorder(upstream)
     app = web.Application(client_max_size=_MAX_BODY)
+    app[LIMITS] = DEFAULT_LIMITS
     app.router.add_route("*", "/{path:.*}", recorder.handle)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
