@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import socket
 import stat
@@ -37,6 +38,22 @@ def test_mode_is_0660_from_the_moment_of_bind(tmp_path: Path, monkeypatch: pytes
     finally:
         os.umask(umask)
     assert not (tmp_path / "new" / "api.sock").exists()
+
+
+def test_the_file_is_given_to_the_group_that_may_use_it(tmp_path: Path) -> None:
+    """Root may give it to any group, others to one of their own."""
+    groups = (
+        [group.gr_gid for group in grp.getgrall()] if os.geteuid() == 0 else [*os.getgroups(), os.getegid()]
+    )
+    gid = next((gid for gid in groups if gid != os.getegid()), os.getegid())
+    with unix_socket(tmp_path / "api.sock", grp.getgrgid(gid).gr_name):
+        status = (tmp_path / "api.sock").stat()
+        assert status.st_gid == gid and stat.S_IMODE(status.st_mode) == 0o660
+    with (
+        pytest.raises(ListenError, match="no group 'no-such-group'"),
+        unix_socket(tmp_path / "b", "no-such-group"),
+    ):
+        pass
 
 
 def test_a_dead_socket_is_replaced(tmp_path: Path) -> None:
