@@ -60,13 +60,14 @@ class _Prompts:
     """Prompts in tokens. field: of the request, that they were made of.
 
     echoed: to be repeated before the answers, as sent, None for token ids. num_left_out: files that had no
-    room.
+    room. urgent: answers are wanted before others.
     """
 
     ids: Sequence[list[int]]
     field: str = "messages"
     echoed: Sequence[str | None] | None = None
     num_left_out: int = 0
+    urgent: bool = False
 
 
 class Service:
@@ -152,7 +153,8 @@ class Service:
             writer = infill_writer_of(model)
             prompt = await infill_prompt(model, writer, request)
             options = infill_options(model, writer, request)
-            prompts = _Prompts([prompt.ids], field="prompt", num_left_out=prompt.num_left_out)
+            left_out = prompt.num_left_out
+            prompts = _Prompts([prompt.ids], field="prompt", num_left_out=left_out, urgent=True)
             grammar = await self._raw_grammar(model, options.constraint)
             return self._generate(model, record, prompts, options, held, loaded, grammar=grammar)
 
@@ -288,6 +290,7 @@ class Service:
                 salt=self._salt(options.cache_salt),
                 lasting=options.lasting,
                 reports_progress=options.reports_progress,
+                urgent=prompts.urgent,
             )
             try:
                 model.engine.info.check_request(request, options.context_len)

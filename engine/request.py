@@ -147,7 +147,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt, and one continuation of it or, with max_tokens 0, its embedding.
 
     salt: requests share cached blocks only within a salt. lasting: later requests may have this salt, also
-    when this engine is gone. reports_progress: each step on the prompt is to be told of.
+    when this engine is gone. reports_progress: each step on the prompt is to be told of. urgent: it is short,
+    and somebody waits for it while typing.
     """
 
     id: str
@@ -157,6 +158,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     lasting: bool = True
     embedding: EmbeddingParams | None = None
     reports_progress: bool = False
+    urgent: bool = False
 
     @property
     def comes_back(self) -> bool:

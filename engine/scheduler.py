@@ -2,7 +2,8 @@
 
 Knows tokens, not phases: a request has known tokens and computed ones, and a step closes part of the
 gap. Requests that run come first, in the order of their admission, then waiting ones, first come
-first served, under one token budget. Three things follow that nothing has to enforce:
+first served, under one token budget. Urgent ones wait before the others, and pass a long prompt that is
+being computed, to which they leave half of each step. Three things follow that nothing has to enforce:
 - A decode never starves behind a prefill. A prompt that does not end in its first step has taken all
   the budget left, so nobody is admitted behind it before its last chunk, and whoever runs before it
   is served first. Each that runs takes a token or more, so no more are ever admitted than get one.
@@ -101,7 +102,7 @@ class Scheduler:
         """Queue a request that is held for what the disk has of it, unless it has ended."""
         if state in self.held:
             self.held.remove(state)
-            self.waiting.append(state)
+            self._wait(state)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """End a request between steps, whatever its state; its blocks are free at once."""
@@ -115,6 +116,7 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step. Not empty while there is work."""
         entries: list[PlanEntry] = []
+        self._let_pass()
         self._plan_running(entries)
         self._plan_waiting(entries)
         assert entries or not self.has_work, "no request can move"
@@ -223,18 +225,50 @@ class Scheduler:
         return (*self.running, *self.waiting, *self.held)
 
     def _queue(self, state: RequestState) -> None:
-        (self.held if self.disk.fetch(state, self.cache) else self.waiting).append(state)
+        if self.disk.fetch(state, self.cache):
+            self.held.append(state)
+        else:
+            self._wait(state)
+
+    def _wait(self, state: RequestState) -> None:
+        """Put a request at the end of the queue, or of those in it that are urgent."""
+        if state.request.urgent:
+            place = next((i for i, other in enumerate(self.waiting) if not other.request.urgent), None)
+            self.waiting.insert(len(self.waiting) if place is None else place, state)
+        else:
+            self.waiting.append(state)
+
+    def _let_pass(self) -> None:
+        """Admit an urgent request before the latest one, if that would leave it nothing of this step."""
+        if not (self.waiting and self.running and self.waiting[0].request.urgent):
+            return
+        latest, state = self.running[-1], self.waiting[0]
+        left = self.max_num_tokens - len(self.running) + 1
+        is_long = latest.num_tokens - latest.num_computed >= left
+        has_seat = len(self.running) < min(self._seats, self.max_num_tokens)
+        if latest.request.urgent or not is_long or not has_seat:
+            return
+        if self.cache.admit(state, headroom=len(self.running)):
+            self.running.insert(-1, self.waiting.popleft())
+            self._count_admission(state)
 
     def _plan_running(self, entries: list[PlanEntry]) -> None:
         """Plan for those that run, oldest first. Only those behind, not planned yet, can be preempted."""
         index, budget = 0, self.max_num_tokens
         while index < len(self.running) and budget:
             state = self.running[index]
-            num_tokens = min(state.num_tokens - state.num_computed, budget)
+            num_tokens = min(state.num_tokens - state.num_computed, self._share(index, budget))
             if self._make_room(state, num_tokens):
                 entries.append(_entry(state, num_tokens))
                 budget -= num_tokens
                 index += 1
+
+    def _share(self, index: int, budget: int) -> int:
+        """What one that runs may take of a budget that has a token for each behind it."""
+        num_behind = len(self.running) - 1 - index
+        if not (num_behind and self.running[index].request.urgent):
+            return budget
+        return max(min(budget // 2, budget - num_behind), 1)
 
     def _plan_waiting(self, entries: list[PlanEntry]) -> None:
         """Admit from the queue's head while seats, budget and blocks last."""

@@ -37,8 +37,11 @@ def make_info(num_blocks: int = 64, block_size: int = 4, max_model_len: int = 10
     )
 
 
-def make_request(name: str, prompt: Sequence[int], salt: str = "", **sampling: object) -> Request:
-    return Request(id=name, prompt=list(prompt), salt=salt, sampling=SamplingParams(**sampling))  # type: ignore[arg-type]
+def make_request(
+    name: str, prompt: Sequence[int], salt: str = "", urgent: bool = False, **sampling: object
+) -> Request:
+    params = SamplingParams(**sampling)  # type: ignore[arg-type]
+    return Request(id=name, prompt=list(prompt), salt=salt, urgent=urgent, sampling=params)
 
 
 def make_embedding_request(name: str, prompt: Sequence[int], salt: str = "", **params: object) -> Request:

@@ -31,6 +31,7 @@ def test_a_suffix_makes_a_gap(path: str, suffix: str) -> None:
             assert status == 200
             assert prompt_text(daemon) == LAYOUT.format(prompt="def f(", suffix=suffix)
             assert reply["usage"]["prompt_tokens"] == len(daemon.engine.seen[0].prompt)
+            assert daemon.engine.seen[0].urgent
             choice = reply["choices"][0]
             text = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
             assert text and choice["finish_reason"] == "length"

@@ -133,6 +133,23 @@ def test_first_come_first_served() -> None:
     assert order == [["a", "b"], ["a", "b"], ["c", "d"], ["c", "d"]]
 
 
+def test_an_urgent_request_passes_a_long_prompt_and_leaves_it_half_of_each_step() -> None:
+    engine = Engine(max_num_tokens=9)
+    engine.add(make_request("a", prompt_of(1), max_tokens=9), make_request("long", prompt_of(40, 9)))
+    assert chunks(engine.step()) == [("a", 0, 1), ("long", 0, 8)]
+    engine.add(make_request("last", prompt_of(6, 7)), make_request("u", prompt_of(6, 5), urgent=True))
+    assert chunks(engine.step()) == [("a", 1, 1), ("u", 0, 4), ("long", 8, 4)]
+    assert chunks(engine.step()) == [("a", 2, 1), ("u", 4, 2), ("long", 12, 6)]
+    assert chunks(engine.step()) == [("a", 3, 1), ("u", 6, 1), ("long", 18, 7)]
+
+
+def test_urgent_requests_wait_before_others_and_behind_each_other() -> None:
+    engine = Engine(max_num_requests=1)
+    for name in ("a", "u1", "b", "u2"):
+        engine.add(make_request(name, prompt_of(2, ord(name[0])), max_tokens=1, urgent=name[0] == "u"))
+    assert [chunks(engine.step())[0][0] for _ in range(4)] == ["u1", "u2", "a", "b"]
+
+
 def test_a_prompt_is_admitted_only_when_all_of_it_fits_with_a_block_for_each_that_runs() -> None:
     engine = Engine(num_blocks=10, max_num_tokens=8)
     engine.add(make_request("a", prompt_of(12), max_tokens=8))
@@ -355,6 +372,7 @@ REQUESTS = st.fixed_dictionaries(
     {
         "prompt": PROMPTS,
         "salt": st.sampled_from(["", "", "x"]),
+        "urgent": st.sampled_from([False, False, True]),
         "max_tokens": st.one_of(st.none(), st.integers(0, 12)),
         "prompt_logprobs": st.sampled_from([None, None, 0]),
         "stop_token_ids": st.sampled_from([(), tuple(range(6))]),
@@ -424,6 +442,7 @@ def play_add(engine: Engine, requests: dict[str, Request], fields: dict[str, obj
         request = make_request(name, prompt, **fields)  # type: ignore[arg-type]
     else:
         request = make_embedding_request(name, prompt, str(fields["salt"]), **params)  # type: ignore[arg-type]
+        request = msgspec.structs.replace(request, urgent=bool(fields["urgent"]))
     requests[request.id] = request
     engine.add(request)
 
