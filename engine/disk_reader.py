@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class Fetch:
-    """Blocks that a request waits for, for so many seconds: those of its prompt from number `first` on."""
+    """Blocks that a request waits for: those of its prompt from number `first` on.
+
+    seconds: what reading them may take.
+    """
 
     def __init__(self, state: RequestState, first: int, keys: Sequence[bytes], seconds: float) -> None:
         self.state = state
@@ -165,22 +168,24 @@ class BlockReader:
     def _read(self, fetch: Fetch) -> None:
         """In the thread. Whatever happens, the last piece comes."""
         blocks: list[Data] = []
-        begun = since = time.monotonic()
+        seconds, left = 0.0, fetch.seconds
         try:
             for depth, key in enumerate(fetch.keys, fetch.first + 1):
-                data = None if fetch.cancelled else self._folder.read(key)
-                if data is None or time.monotonic() - begun > fetch.seconds:
+                begun = time.monotonic()
+                data = None if fetch.cancelled or left < 0 else self._folder.read(key)
+                if data is None:
                     break
                 self._folder.touch(key, depth)
                 blocks.append(data)
+                took = time.monotonic() - begun
+                seconds, left = seconds + took, left - took
                 if len(blocks) * len(data) >= _PIECE_BYTES:
-                    self._put(Arrived(fetch, blocks, time.monotonic() - since, is_last=False))
-                    blocks = []
+                    self._put(Arrived(fetch, blocks, seconds, is_last=False))
+                    blocks, seconds = [], 0.0
                     fetch.ahead.acquire()
-                    since = time.monotonic()
         except Exception:
             logger.exception("blocks of a prompt cannot be read")
-        self._put(Arrived(fetch, blocks, time.monotonic() - since, is_last=True))
+        self._put(Arrived(fetch, blocks, seconds, is_last=True))
 
 
 def _mean(before: float | None, now: float) -> float:

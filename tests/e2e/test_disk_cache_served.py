@@ -33,7 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def served(home: Path) -> Iterator[Served]:
     with start(home) as daemon:
         yield daemon
@@ -69,9 +69,8 @@ def test_a_prefix_outlives_unload_restart_and_kill(home: Path) -> None:
         cold = ask(daemon)
         assert cold[0] == 0
         assert ask(daemon, "other")[0] == 0
-        for _ in range(2):
-            assert daemon.post("/quantd/unload", {"model": "tiny"})[0] == 200
-            assert ask(daemon) == (176, cold[1])
+        assert daemon.post("/quantd/unload", {"model": "tiny"})[0] == 200
+        assert ask(daemon) == (176, cold[1])
         assert daemon.stats()["disk_hits"] == 176
         ask(daemon, "last words")
         daemon.process.send_signal(signal.SIGTERM)
@@ -130,9 +129,9 @@ def test_an_erased_slot_is_gone_from_the_disk_too(home: Path, served: Served) ->
 
 def test_two_daemons_share_what_is_on_disk(home: Path, served: Served) -> None:
     with start(home) as other:
-        for daemon in (served, other, served, other):
-            answers = {ask(daemon, "both")[1] for daemon in (served, other)}
-            assert len(answers) == 1
-            assert daemon.post("/quantd/unload", {"model": "tiny"})[0] == 200
-        assert ask(served, "both")[0] == ask(other, "both")[0] == 176
+        prompts = [[*PROMPT, *range(30, 30 + number)] for number in range(4)]
+        answers = [[ask(daemon, "both", prompt)[1] for prompt in prompts] for daemon in (served, other)]
+        assert answers[0] == answers[1]
+        assert served.post("/quantd/unload", {"model": "tiny"})[0] == 200
+        assert [ask(served, "both", prompt) for prompt in prompts] == [(176, text) for text in answers[1]]
     assert not list((home / "cache" / "prefixes").rglob(".partial-*"))

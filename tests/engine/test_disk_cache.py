@@ -13,6 +13,7 @@ import pytest
 from fakes import FakeRunner, continuation, make_embedding_request, make_info, make_request
 from in_process import Completion
 
+from quantd.engine import disk_reader
 from quantd.engine.block_folder import BlockFolder
 from quantd.engine.config import EngineConfig
 from quantd.engine.disk_cache import NO_DISK, BlocksOnDisk, kind_of, open_disk_cache
@@ -265,6 +266,17 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path: Path, caplog: pytes
     engine.cached()
     engine.rest()
     assert len(caplog.records) == 1 and "no prefixes are kept on disk" in caplog.text
+
+
+def test_a_long_prefix_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [(11 * place) % 57 for place in range(200)]
+    stored(tmp_path, prompt)
+    monkeypatch.setattr(disk_reader, "_PIECE_BYTES", 200)
+    engine = Engine(tmp_path)
+    assert isinstance(engine.disk, BlocksOnDisk)
+    for place in (45, 2, 0):
+        assert engine.cached(prompt[: 199 - place]) == (198 - place) // BLOCK * BLOCK
+    assert engine.disk.num_read == 49
 
 
 def test_requests_of_one_prefix_read_it_once(tmp_path: Path) -> None:
