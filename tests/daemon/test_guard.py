@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import anthropic
+import ollama
+import openai
 import pytest
 from as_user import CAN_SWITCH, USERS, ask_as
 from daemon_in_loop import in_loop, running_daemon
@@ -376,3 +379,37 @@ async def test_slots_and_their_files_are_each_clients_own(tmp_path: Path) -> Non
         assert daemon.engine.forgotten == [[]]
         assert (await daemon.post("/slots/0?action=restore", file))[1]["n_restored"] > 0
         assert (await daemon.post("/slots/0?action=erase", {}))[1]["n_erased"] > 0
+
+
+@in_loop
+async def test_sdks_know_a_wrong_key_and_a_missing_right(tmp_path: Path) -> None:
+    """By their own classes of errors; Ollama's by its key in the environment, which it takes as others do."""
+    keys = KeyFile(tmp_path / "keys.json")
+    key = keys.add("infer")
+    messages = [{"role": "user", "content": "hi"}]
+
+    def ask(base: str) -> None:
+        for wrong in (True, False):
+            text = "wrong" if wrong else key
+            asked = openai.OpenAI(base_url=f"{base}/v1", api_key=text, max_retries=0)
+            told = anthropic.Anthropic(base_url=base, api_key=text, max_retries=0)
+            pulled = ollama.Client(base, headers={"Authorization": f"Bearer {text}"})
+            with asked, told:
+                if wrong:
+                    with pytest.raises(openai.AuthenticationError, match="no longer"):
+                        asked.chat.completions.create(model="tiny", messages=messages)
+                    with pytest.raises(anthropic.AuthenticationError, match="no longer"):
+                        told.messages.create(model="tiny", messages=messages, max_tokens=2)
+                else:
+                    assert asked.chat.completions.create(
+                        model="tiny", messages=messages, max_tokens=2
+                    ).choices
+                    assert told.messages.create(model="tiny", messages=messages, max_tokens=2).content
+                    assert pulled.chat("tiny", messages, options={"num_predict": 2}).done
+                with pytest.raises(ollama.ResponseError) as caught:
+                    pulled.pull("x")
+                assert caught.value.status_code == (401 if wrong else 403)
+                pulled.close()
+
+    async with running_daemon(access=Access(keys)) as daemon:
+        await asyncio.to_thread(ask, f"http://127.0.0.1:{daemon.port}")
