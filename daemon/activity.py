@@ -6,20 +6,24 @@ outlasts the exchange. Knows no HTTP, and no text of anybody's.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
+from quantd.daemon.errors import RequestCancelledError, RequestNotFoundError
 from quantd.engine.request import Request, TokenEvent
 
 CLIENT_LEFT = 499
 """nginx's status of a request whose client closed the connection; only the daemon itself sees it."""
 
 _MAX_ERROR_LEN = 300
+
+_Result = TypeVar("_Result")
 
 
 def new_request_id() -> str:
@@ -141,6 +145,8 @@ class RequestRecord:
         self.prompts: list[str] = []
         self._on_end = on_end
         self._num_holders = 1
+        self._is_cancelled = False
+        self._on_cancel: list[Callable[[], object]] = []
 
     def begin(self, request: Request, observer: Observer) -> Progress:
         """Note that an engine gets this request."""
@@ -151,6 +157,30 @@ class RequestRecord:
     def got_model(self, name: str) -> None:
         """Note that its model is in memory."""
         self.model, self.loaded = name, time.monotonic()
+
+    def cancel(self) -> None:
+        """End what is done for it; whoever waits for that gets a RequestCancelledError."""
+        self._is_cancelled = True
+        for end in self._on_cancel:
+            end()
+
+    def on_cancel(self, end: Callable[[], object]) -> None:
+        """Have this called by a `cancel`; now, if there was one."""
+        self._on_cancel.append(end)
+        if self._is_cancelled:
+            end()
+
+    async def unless_cancelled(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """The outcome of some work, which a `cancel` ends. Raises RequestCancelledError then."""
+        task = asyncio.create_task(work)
+        self.on_cancel(task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            this = asyncio.current_task()
+            if self._is_cancelled and this is not None and not this.cancelling():
+                raise cancelled() from None
+            raise
 
     @property
     def is_over(self) -> bool:
@@ -168,6 +198,13 @@ class RequestRecord:
             self.ended = time.monotonic()
             for told in self._on_end:
                 told(self)
+
+
+def cancelled() -> RequestCancelledError:
+    """What a cancelled request's client is told."""
+    return RequestCancelledError(
+        "the request was cancelled in the daemon: on its page, or by POST /quantd/cancel"
+    )
 
 
 # Handlers, parsers and formats of five dialects lie between who makes a record and who fills it in, and
@@ -212,6 +249,14 @@ class Activity:
     def requests(self) -> Sequence[RequestRecord]:
         """Those open, the oldest first."""
         return list(self._open)
+
+    def cancel(self, id: str) -> None:
+        """End the requests of this name, which may be several. Raises RequestNotFoundError."""
+        found = [record for record in self._open if record.id == id]
+        if not found:
+            raise RequestNotFoundError(f"no request {id!r} is under way; quantd top shows those that are")
+        for record in found:
+            record.cancel()
 
     @contextmanager
     def follow(self, id: str, peer: Peer, route: str, target: str) -> Iterator[RequestRecord]:

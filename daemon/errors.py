@@ -84,6 +84,14 @@ class NoDaemonError(QuantdError):
     """No daemon answers where a client looked."""
 
 
+class RequestCancelledError(QuantdError):
+    """Someone else has ended the request, so that to send it again is not what is wanted."""
+
+
+class RequestNotFoundError(QuantdError):
+    """No request of this name is under way."""
+
+
 class GenerationError(QuantdError):
     """An engine gave up one request; the message says why."""
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Protocol
 
-from quantd.daemon.activity import RequestRecord
+from quantd.daemon.activity import RequestRecord, cancelled
 from quantd.daemon.choice import Choice
 from quantd.daemon.deltas import Delta, Head, Usage
 from quantd.daemon.errors import GenerationError
@@ -81,6 +81,7 @@ class Generation:
         self._unfinished = len(jobs)
         self._ready: asyncio.Queue[Delta | Exception] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._pump(request, choice)) for request, choice in jobs]
+        record.on_cancel(self._cancel)
 
     @property
     def num_choices(self) -> int:
@@ -171,6 +172,11 @@ class Generation:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         finally:
             self._on_close()
+
+    def _cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._ready.put_nowait(cancelled())
 
     async def _pump(self, request: Request, choice: Choice) -> None:
         work = self._works[choice.index]

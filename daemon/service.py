@@ -176,7 +176,7 @@ class Service:
             id, salt = uuid.uuid4().hex, self._salt()
             requests = engine_requests(info, id, prompts, params, request.context_len, salt)
             observer = self.metrics.of(model.name)
-            events = await embed(model.engine, requests, at_once, record, observer)
+            events = await record.unless_cancelled(embed(model.engine, requests, at_once, record, observer))
             usage = Usage(
                 prompt_tokens=sum(map(len, prompts)),
                 completion_tokens=0,
@@ -216,7 +216,7 @@ class Service:
         self._admission.enter(self._client, num_choices, held)
         record = self.activity.join(name, self._client)
         held.callback(record.release)
-        model = await self.models.acquire(name)
+        model = await record.unless_cancelled(self.models.acquire(name))
         held.callback(model.release, keep_alive)
         record.got_model(model.name)
         return model, record

@@ -15,7 +15,16 @@ from quantd.daemon.routes.content import TEXT, json_of, lines_of
 from quantd.daemon.routes.keys import CONTROL, service_of
 from quantd.daemon.routes.route import MODEL_REFUSALS, Route
 from quantd.daemon.status import memory_status, model_status, request_statuses
-from quantd.daemon.wire.control_replies import Asleep, Awake, LoadLine, Status, Stopping, Unloaded, Version
+from quantd.daemon.wire.control_replies import (
+    Asleep,
+    Awake,
+    Cancelled,
+    LoadLine,
+    Status,
+    Stopping,
+    Unloaded,
+    Version,
+)
 from quantd.daemon.wire.errors import fault_of, json_response, openai_error
 
 
@@ -24,6 +33,12 @@ class ModelBody(msgspec.Struct, frozen=True):
 
     model: str
     options: dict[str, Any] = {}
+
+
+class CancelBody(msgspec.Struct, frozen=True):
+    """Which request."""
+
+    id: str
 
 
 async def version(request: web.Request) -> web.StreamResponse:
@@ -89,6 +104,12 @@ async def wake(request: web.Request) -> web.StreamResponse:
     return json_response({"status": "awake"})
 
 
+async def cancel(request: web.Request, body: CancelBody) -> web.StreamResponse:
+    """POST /quantd/cancel: end a request of any client's, by the id that the status has for it."""
+    service_of(request).activity.cancel(body.id)
+    return json_response({"status": "cancelled", "id": body.id})
+
+
 async def stop(request: web.Request) -> web.StreamResponse:
     """POST /quantd/stop: what runs may finish, then the daemon ends."""
     request.app[CONTROL].stop.set()
@@ -124,6 +145,15 @@ CONTROL_ROUTES: Sequence[Route] = (
         ModelBody,
         refusals=(404,),
         contents=[json_of(Unloaded)],
+    ),
+    Route(
+        "POST",
+        "/quantd/cancel",
+        cancel,
+        Scope.ADMIN,
+        CancelBody,
+        refusals=(404,),
+        contents=[json_of(Cancelled)],
     ),
     Route("POST", "/quantd/sleep", sleep, Scope.ADMIN, contents=[json_of(Asleep)]),
     Route("POST", "/quantd/wake", wake, Scope.ADMIN, contents=[json_of(Awake)]),

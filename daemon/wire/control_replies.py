@@ -73,6 +73,11 @@ class Unloaded(TypedDict):
     model: str
 
 
+class Cancelled(TypedDict):
+    status: Literal["cancelled"]
+    id: str
+
+
 class Asleep(TypedDict):
     unloaded: list[str]
 

@@ -25,6 +25,8 @@ from quantd.daemon.errors import (
     OverloadedError,
     PrefixNotFoundError,
     PreviousResponseError,
+    RequestCancelledError,
+    RequestNotFoundError,
     ResponseNotFoundError,
     ThreadsUnsupportedError,
 )
@@ -83,6 +85,9 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (ResponseNotFoundError, 404, "invalid_request_error", None),
     (PrefixNotFoundError, 404, "invalid_request_error", None),
     (DiskFullError, 507, "server_error", "insufficient_storage"),
+    (RequestNotFoundError, 404, "invalid_request_error", None),
+    # A status for which no client tries again by itself.
+    (RequestCancelledError, 410, "invalid_request_error", "cancelled"),
     (NotServedError, 501, "server_error", "not_supported"),
     (OverloadedError, 429, "rate_limit_error", "overloaded"),
     (CapacityError, 503, "server_error", "insufficient_memory"),

@@ -36,6 +36,7 @@ PUBLIC = {("GET", "/"), ("GET", "/health")}
 ADMIN = {
     ("POST", "/quantd/load"),
     ("POST", "/quantd/unload"),
+    ("POST", "/quantd/cancel"),
     ("POST", "/quantd/stop"),
     ("POST", "/quantd/sleep"),
     ("POST", "/quantd/wake"),

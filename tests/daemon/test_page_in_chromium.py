@@ -291,6 +291,26 @@ async def test_a_pull_shows_how_far_it_is(browser: str, monkeypatch: pytest.Monk
 
 
 @in_loop
+async def test_activity_shows_requests_and_ends_them(browser: str) -> None:
+    async with running_daemon() as daemon, page_of(daemon, browser, "activity") as page:
+        await tapped(daemon)
+        await page.until("document.querySelector('#engines canvas')?.getAttribute('aria-label') != null")
+        seen = "document.querySelectorAll('#engines canvas')[1].toDataURL()"
+        await page.until("document.querySelector('#engines').innerText.includes('1\\u202f024 tokens free')")
+        before = await page.evaluate(seen)
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+        asking = asyncio.create_task(daemon.post("/v1/chat/completions", body))
+        await page.until("document.querySelector('#requests li') !== null")
+        assert "POST /v1/chat/completions" in await page.text("#requests li")
+        assert await page.evaluate(seen) != before
+        await page.click("#requests button")
+        status, answer = await asking
+        assert status == 410 and "cancelled" in answer["error"]["message"]
+        await page.until("document.querySelector('#requests li') === null")
+        assert not daemon.engine.running
+
+
+@in_loop
 async def test_a_key_is_asked_for_and_its_scope_is_told(browser: str, tmp_path: Path) -> None:
     keys = KeyFile(tmp_path / "keys.json")
     key = keys.add("page")

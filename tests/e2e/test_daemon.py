@@ -25,6 +25,7 @@ import openai
 import psutil
 import pytest
 from as_user import CAN_SWITCH, USERS, ask_as
+from chromium import CHROMIUM, WHY_NOT, chromium, new_page
 from homes import share_kernels
 
 from quantd.daemon.store import Store
@@ -56,6 +57,11 @@ class Served:
         return httpx2.Client(
             transport=httpx2.HTTPTransport(uds=str(self.path)), base_url="http://x", timeout=60
         )
+
+    def url(self) -> str:
+        """Its address over TCP."""
+        with self.http() as http:
+            return next(name for name in http.get("/quantd/status").json()["listening"] if "http" in name)
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url="http://x/v1", api_key="x", http_client=self.http(), max_retries=0)
@@ -113,7 +119,7 @@ def serve(home: Path, model: str, *flags: str) -> Iterator[Served]:
     command = [sys.executable, "-P", "-m", "quantd.daemon.cli.main", "serve", "--socket", str(path)]
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--port", "off", "--model", model, *flags],
+            [*command, "--port", "0", "--model", model, *flags],
             stderr=output,
             env=os.environ | {"QUANTD_HOME": str(home)},
         )
@@ -503,3 +509,33 @@ def test_a_small_real_model_answers(smollm2: Path, tmp_path: Path) -> None:
         body = case("c35") | {"stream": False}
         echoed = daemon.complete(body)["choices"][0]["text"]
         assert echoed == "one two three" + daemon.complete(body | {"echo": False})["choices"][0]["text"]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
+def test_the_page_chats_shows_the_pool_and_ends_what_it_began(served: Served, tmp_path: Path) -> None:
+    async def use(browser: str) -> None:
+        pool = "document.querySelectorAll('#engines canvas')[1]?.toDataURL()"
+        async with new_page(browser) as page:
+            await page.open(f"{served.url()}/#activity")
+            await page.until("document.querySelector('#engines h2')?.innerText === 'tiny'")
+            before = await page.evaluate(pool)
+            await page.evaluate("void (location.hash = 'chat')")
+            await page.until("document.querySelector('#model').value === 'tiny'")
+            await page.click("#prompt")
+            await page.type("Write the longest story you can.")
+            await page.press("Enter")
+            length = "document.querySelector('.answer > .md')?.textContent.length ?? 0"
+            await page.until(f"{length} > 20")
+            seen = await page.evaluate(length)
+            await page.until(f"{length} > {seen}")  # it streams
+            await page.evaluate("void (location.hash = 'activity')")
+            await page.until("document.querySelectorAll('#requests li').length === 1")
+            await page.until(f"{pool} !== {json.dumps(before)}")
+            await page.evaluate("void (location.hash = 'chat')")
+            await page.press("Escape")
+            await page.until("document.querySelector('.answer .usage').textContent.includes('stopped')")
+            assert not page.complaints
+
+    with chromium(tmp_path / "chromium") as browser:
+        asyncio.run(asyncio.wait_for(use(browser), 60))
+    served.wait_idle()
