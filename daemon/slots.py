@@ -16,6 +16,7 @@ import msgspec
 
 from quantd.engine.errors import RequestError
 
+_MOST_FILES = 1000
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
@@ -61,7 +62,7 @@ class Slots:
             raise RequestError(f"slot {slot} of {model} has no prompt to save yet", "id_slot")
         saved = SavedPrompt(model, tokens)
         data = msgspec.msgpack.encode(saved)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._make_room(path)
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
         partial.write_bytes(data)
         partial.replace(path)
@@ -79,6 +80,13 @@ class Slots:
             ) from error
         except msgspec.MsgspecError as error:
             raise RequestError(f"filename: {filename} is no saved slot: {error}", "filename") from error
+
+    def _make_room(self, path: Path) -> None:
+        """Make the folder, for nobody else to look into. Raises RequestError where it has many files."""
+        for folder in (self._folder.parent, self._folder):
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not path.exists() and sum(1 for _ in self._folder.iterdir()) >= _MOST_FILES:
+            raise RequestError(f"filename: there are {_MOST_FILES} files already; save over one", "filename")
 
     def _path(self, filename: str | None) -> Path:
         if filename is None or not _NAME.fullmatch(filename):

@@ -372,6 +372,8 @@ async def test_slots_and_their_files_are_each_clients_own(tmp_path: Path) -> Non
         await daemon.post("/completion", {"prompt": "a secret", "n_predict": 1})
         file = {"filename": "chat.bin"}
         assert (await daemon.post("/slots/0?action=save", file))[0] == 200
+        folder = daemon.path.parent / "state" / "slots"
+        assert {path.stat().st_mode & 0o777 for path in (folder, *folder.iterdir())} == {0o700}
         for action in ("save", "restore"):
             async with session.post(f"/slots/0?action={action}", json=file) as response:
                 assert response.status == 400, await response.text()
@@ -379,6 +381,11 @@ async def test_slots_and_their_files_are_each_clients_own(tmp_path: Path) -> Non
             assert (await response.json())["n_erased"] == 0
         assert daemon.engine.forgotten == [[]]
         assert (await daemon.post("/slots/0?action=restore", file))[1]["n_restored"] > 0
+        for number in range(999):
+            (folder / f"uid-{os.geteuid()}" / f"f{number}").touch()
+        assert (await daemon.post("/slots/0?action=save", file))[0] == 200
+        status, answer = await daemon.post("/slots/0?action=save", {"filename": "more.bin"})
+        assert status == 400 and "1000 files" in answer["error"]["message"]
         assert (await daemon.post("/slots/0?action=erase", {}))[1]["n_erased"] > 0
 
 
