@@ -38,7 +38,7 @@ def client_of(request: web.Request) -> Client:
 @web.middleware
 async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
     """Let a request through to its handler, or raise what keeps it out."""
-    access, peer = request.app[ACCESS], _peer_of(request)
+    access, peer = request.app[ACCESS], connection_of(request)
     if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
         return _preflight(request, access, peer)
     request[_CLIENT] = client = access.client(peer, _asked(request), _needed(request))
@@ -48,7 +48,8 @@ async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
         return response
 
 
-def _peer_of(request: web.Request) -> Connection:
+def connection_of(request: web.Request) -> Connection:
+    """What it came over."""
     assert isinstance(request.protocol, HttpConnection)
     return request.protocol.peer
 

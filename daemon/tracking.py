@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
-import struct
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 from quantd.daemon.activity import CLIENT_LEFT, Peer, new_request_id
-from quantd.daemon.guard import client_of
+from quantd.daemon.guard import client_of, connection_of
 from quantd.daemon.routes.keys import SERVICE
 from quantd.daemon.routes.route import route_of
 from quantd.daemon.wire.errors import REQUEST_ID_HEADER
@@ -20,7 +17,6 @@ from quantd.daemon.wire.errors import REQUEST_ID_HEADER
 _HEADER = f"x-{REQUEST_ID_HEADER}"
 _ID = web.RequestKey("request_id", str)
 _WELL_FORMED = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_CREDENTIALS = struct.Struct("3i")
 
 
 @web.middleware
@@ -73,22 +69,10 @@ def _client_id(request: web.Request) -> str | None:
 
 def _peer_of(request: web.Request) -> Peer:
     agent = printable(request.headers.get("User-Agent", "")) or None
-    connection = request.get_extra_info("socket")
-    if connection is None:
-        return Peer(agent=agent)
-    if connection.family != socket.AF_UNIX:
+    connection = connection_of(request)
+    if connection.process is None:
         return Peer(address=request.remote, agent=agent)
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, _, _ = _CREDENTIALS.unpack(data)
-    return Peer(pid=pid, program=_program(pid), agent=agent)
-
-
-def _program(pid: int) -> str | None:
-    """What the kernel calls a process; None for one that is gone or out of sight."""
-    try:
-        return printable(Path(f"/proc/{pid}/comm").read_text(errors="replace").rstrip("\n"))
-    except OSError:
-        return None
+    return Peer(pid=connection.process.pid, program=printable(connection.program or "") or None, agent=agent)
 
 
 def printable(text: str) -> str:

@@ -7,7 +7,8 @@ import socket
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     from asyncio.trsock import TransportSocket
@@ -34,6 +35,13 @@ _ANSWER_SECONDS = 1.0
 Socket: TypeAlias = "socket.socket | TransportSocket"
 
 
+class Process(NamedTuple):
+    """A process and its effective user."""
+
+    pid: int
+    uid: int
+
+
 @dataclass(frozen=True)
 class Connection:
     """A connection that a daemon has accepted."""
@@ -51,11 +59,26 @@ class Connection:
         return not self.is_unix and is_loopback(self.socket.getsockname()[0])
 
     @cached_property
+    def process(self) -> Process | None:
+        """What connected to the Unix socket; None for TCP."""
+        return process_of(self.socket) if self.is_unix else None
+
+    @cached_property
+    def program(self) -> str | None:
+        """What the kernel calls that process; None for one that is gone or out of sight."""
+        if self.process is None:
+            return None
+        try:
+            return Path(f"/proc/{self.process.pid}/comm").read_text(errors="replace").rstrip("\n")
+        except OSError:
+            return None
+
+    @cached_property
     def uid(self) -> int | None:
         """The user at the other end; None where the kernel does not tell, as for other machines."""
+        if self.process is not None:
+            return self.process.uid
         try:
-            if self.is_unix:
-                return peer_uid(self.socket)
             return tcp_peer_uid(self.socket) if self.is_loopback else None
         except OSError:
             return None
@@ -73,10 +96,10 @@ def is_loopback(address: str) -> bool:
     return (mapped or found).is_loopback
 
 
-def peer_uid(connection: Socket) -> int:
-    """The effective uid of whoever connected to a Unix socket, at that moment. Raises OSError."""
-    _, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    return int(uid)
+def process_of(connection: Socket) -> Process:
+    """What connected to a Unix socket, as it was at that moment."""
+    pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return Process(pid, uid)
 
 
 def tcp_peer_uid(connection: Socket) -> int | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quantd.daemon.access.keys import KeyFile
-from quantd.daemon.access.peers import Connection, is_loopback, is_member, peer_uid, tcp_peer_uid
+from quantd.daemon.access.peers import Connection, is_loopback, is_member, process_of, tcp_peer_uid
 from quantd.daemon.access.policy import Access, Asked
 from quantd.daemon.access.scope import Scope
 from quantd.daemon.access.sites import Sites, is_same_origin
@@ -247,8 +247,10 @@ def test_addresses_that_only_this_machine_reaches(address: str, local: bool) -> 
 def test_the_kernel_tells_who_is_at_the_other_end_of_a_pair() -> None:
     one, other = socket.socketpair()
     with one, other:
-        assert peer_uid(one) == os.geteuid()
-        assert Connection(one).uid == os.geteuid() and Connection(one).is_unix
+        assert process_of(one) == (os.getpid(), os.geteuid())
+        connection = Connection(one)
+        assert connection.uid == os.geteuid() and connection.is_unix and not connection.is_loopback
+        assert connection.program == Path("/proc/self/comm").read_text().rstrip("\n")
 
 
 @pytest.fixture(params=[("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("::", "127.0.0.1")])
