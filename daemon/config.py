@@ -22,6 +22,7 @@ from quantd.daemon.settings import (
     Setting,
     choice,
     duration,
+    names,
     path_or_off,
     seconds,
     setting,
@@ -217,6 +218,16 @@ class ServeConfig:
     )
     hang_seconds: float = setting(
         seconds(), "End an engine whose steps stand still for so long; 0 for never.", default=300.0
+    )
+    pin: tuple[str, ...] = setting(names(), "Models that stay in memory once they are loaded.", default=())
+    max_models: int | None = setting(whole(1), "Most models in memory; as many as fit if not given.")
+    max_memory: int | None = setting(
+        size(), "Most memory of all models together, KV caches included; what is free if not given."
+    )
+    memory_wait: float = setting(
+        seconds(),
+        "How long a load waits for memory that running requests of other models hold.",
+        default=60.0,
     )
     idle_exit: float | None = setting(
         duration(), "End after so long without a model in memory, to be started again by systemd's sockets."

@@ -1,6 +1,6 @@
 """What the daemon itself can refuse. `wire/` turns the whole family into each dialect's errors."""
 
-from quantd.engine.errors import RequestError
+from quantd.engine.errors import CapacityError, EngineDiedError, RequestError
 from quantd.kernels.errors import QuantdError
 
 
@@ -70,6 +70,14 @@ class KeyNotFoundError(QuantdError):
 
 class OverloadedError(QuantdError):
     """Too much waits already; try again later."""
+
+
+class EngineStoppedError(EngineDiedError):
+    """A model's engine has died so often that it is not started again before somebody asks for it."""
+
+
+class NoRoomError(CapacityError):
+    """Memory is short for a model, and no other model may go for it."""
 
 
 class DaemonError(QuantdError):

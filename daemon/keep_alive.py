@@ -42,8 +42,15 @@ class KeepAlive:
         self._asked: float | None = None
         self._leaves = False
         self._busy = False
+        self._pinned = False
         self._timer: Timer | None = None
         self.start()
+
+    def pin(self, pinned: bool) -> None:
+        """Stay for ever, whatever is asked for; or no longer so."""
+        self._pinned = pinned
+        if not self._busy:
+            self.start()
 
     def ask(self, seconds: float | None = None) -> None:
         """Stay so long from now on, or longer where another asked for that; 0: go when idle."""
@@ -63,6 +70,8 @@ class KeepAlive:
         self.close()
         self._busy = False
         when = self._clock.time() if self._leaves else self._until
+        if self._pinned:
+            return
         if when < float("inf"):
             self._timer = self._clock.call_at(when, self._expire)
 
@@ -75,6 +84,8 @@ class KeepAlive:
     @property
     def seconds_left(self) -> float:
         """How long the model would stay if no more requests came and those that run ended now."""
+        if self._pinned:
+            return float("inf")
         now = self._clock.time()
         until = max(self._until, now + self._seconds) if self._busy else self._until
         return 0.0 if self._leaves else max(until - now, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
@@ -40,6 +41,9 @@ class Engine(Protocol):
 
     def generate(self, request: Request) -> AsyncGenerator[TokenEvent, None]: ...
 
+    @property
+    def unbegun(self) -> Sequence[tuple[str, float]]: ...
+
     def forget(self, prompt: Sequence[int], salt: str) -> None: ...
 
     async def drop(self, keys: Sequence[bytes] | None) -> None: ...
@@ -57,8 +61,9 @@ class LoadedModel:
     folder: where its files lie. defaults: what its author says of sampling, as fields of SamplingParams for
     requests that leave them open. preset: what else it brings to them. head: how it embeds. chat: how it
     chats, if it does, and tool_chat with tools. infill: writes its prompts towards a suffix, if it knows any.
-    pulse: looks after the engine. num_requests: those that hold it. prompting, guests: to be held while a
-    prompt is made by the model's own template, or by a client's, which may take long.
+    pulse: looks after the engine. num_requests: those that hold it. used: when one did last, on the monotonic
+    clock. prompting, guests: to be held while a prompt is made by the model's own template, or by a client's,
+    which may take long.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class LoadedModel:
         self.num_requests = 0
         self.prompting = asyncio.Semaphore(_PROMPTS_AT_ONCE)
         self.guests = asyncio.Semaphore(1)
+        self.used = time.monotonic()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -111,6 +117,7 @@ class LoadedModel:
     def release(self, stay: float | None = None) -> None:
         """One request holds the model no more, and asks for it to stay so many seconds (see KeepAlive)."""
         self.num_requests -= 1
+        self.used = time.monotonic()
         self.keep_alive.ask(stay)
         if not self.num_requests:
             self._idle.set()
@@ -127,13 +134,19 @@ def _chat_format(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatFor
 
 
 class ModelEntry:
-    """A model on its way into memory, in it, or on its way out. progress: (done, total) bytes of weights."""
+    """A model on its way into memory, in it, or on its way out.
+
+    progress: (done, total) bytes of weights. note: what the load waits for, if it does. waiting: since when
+    each request waits for the load, on the monotonic clock.
+    """
 
     def __init__(self, name: str, config: EngineConfig) -> None:
         self.name = name
         self.config = config
         self.state: State = "loading"
         self.progress = (0, 0)
+        self.note = ""
+        self.waiting: list[float] = []
         self.load: asyncio.Task[LoadedModel]
         self.unload: asyncio.Task[None] | None = None
         self.gone = asyncio.Event()
@@ -151,6 +164,20 @@ class ModelEntry:
         if self.load.cancelled():
             raise EngineDiedError(f"{self.name} was unloaded while it was being loaded")
         return self.load.result()
+
+    async def awaited(self) -> LoadedModel:
+        """As `loaded`, for a request."""
+        since = time.monotonic()
+        self.waiting.append(since)
+        try:
+            return await self.loaded()
+        finally:
+            self.waiting.remove(since)
+
+    def say(self, note: str) -> None:
+        """Note what the load waits for."""
+        self.note = note
+        self._wake()
 
     def report(self, done: int, total: int) -> None:
         """Note how far the load is."""

@@ -10,20 +10,25 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
+
+from quantd.daemon.deaths import MOST_DEATHS, Deaths
 from quantd.daemon.embedding_head import EmbeddingHead
 from quantd.daemon.engine_totals import EngineTotals
-from quantd.daemon.errors import ModelNotFoundError
+from quantd.daemon.errors import ModelNotFoundError, NoRoomError
 from quantd.daemon.keep_alive import KeepAlive
 from quantd.daemon.loaded_model import Engine, LoadedModel, ModelEntry, Progress
 from quantd.daemon.model_files import model_sampling
 from quantd.daemon.preset import Preset
 from quantd.daemon.pulse import Pulse
+from quantd.daemon.room import Resident, Room
 from quantd.daemon.tokenizer import Tokenizer
-from quantd.engine.config import EngineConfig
+from quantd.engine.client import MakeRoom
+from quantd.engine.config import Allowance, EngineConfig
 from quantd.engine.errors import CapacityError, EngineDiedError, RequestError
 from quantd.engine.messages import Stats
 
@@ -75,7 +80,7 @@ class ModelStore(Protocol):
     def list(self) -> Sequence[StoredModel]: ...
 
 
-StartEngine = Callable[[EngineConfig, Progress], Awaitable[Engine]]
+StartEngine = Callable[[EngineConfig, Progress, MakeRoom], Awaitable[Engine]]
 MakeConfig = Callable[[Path, Mapping[str, Any]], EngineConfig]
 LoadTokenizer = Callable[[Path], Tokenizer]
 
@@ -88,6 +93,8 @@ class Models:
     unload waits for the requests that run. keep_alive: seconds that a model stays after its last request.
     hang_seconds: the longest that a step of an engine may take; 0: no limit. load_tokenizer: reads a folder.
     on_gone: called with each entry that has left.
+    pinned: the names of models that stay for ever. max_models, memory_wait: see Room. max_memory: bytes of
+    all models together.
     """
 
     def __init__(
@@ -100,6 +107,10 @@ class Models:
         keep_alive: float = math.inf,
         hang_seconds: float = 0.0,
         load_tokenizer: LoadTokenizer = Tokenizer.load,
+        pinned: Collection[str] = (),
+        max_models: int | None = None,
+        max_memory: int | None = None,
+        memory_wait: float = 0.0,
     ) -> None:
         self.store = store
         self._start = start
@@ -115,6 +126,13 @@ class Models:
         self._entries: dict[str, ModelEntry] = {}
         self.on_gone: Callable[[ModelEntry], object] = lambda entry: None
         self.totals = EngineTotals()
+        self._max_memory = max_memory
+        self._always_pinned = frozenset(pinned)
+        self._pinned = set(pinned)
+        self.deaths = Deaths()
+        self._room = Room(self._residents, self.retire, max_models, memory_wait)
+        # Two loads at once would both count on the memory that is free.
+        self._turn = asyncio.Lock()
 
     @property
     def entries(self) -> list[ModelEntry]:
@@ -148,34 +166,62 @@ class Models:
         ModelNotFoundError, or what keeps the model from loading.
         """
         name = self._resolve(name)
-        for _ in range(3):
+        for _ in range(MOST_DEATHS):
             entry = await self.open(name)
-            model = await entry.loaded()
+            try:
+                model = await entry.awaited()
+            except EngineDiedError:
+                # One that died in its load is tried again; one that was unloaded is not.
+                if entry.load.cancelled():
+                    raise
+                continue
             if entry.state == "ready" and not model.engine.died.done():
                 self._entries[name] = self._entries.pop(name)
                 model.acquire()
                 return model
+        self.deaths.check(name)
         raise EngineDiedError(f"the engine of {name} ends as soon as it is loaded; see the daemon's log")
 
     async def open(self, name: str, options: Mapping[str, Any] | None = None) -> ModelEntry:
         """The entry of a model that is loaded or loads from now on, with these engine options.
 
-        Raises RequestError where it is loaded with others.
+        Raises RequestError where it is loaded with others, EngineStoppedError.
         """
         while entry := self._entries.get(name):
             if entry.model is not None and entry.model.engine.died.done():
-                self._remove(entry)
+                self._note_died(entry, entry.model.engine.died.result())
             elif entry.state == "unloading":
                 await entry.gone.wait()
             else:
                 self._check_options(entry, options or {})
                 return entry
         stored = self.store.get(name)
+        self.deaths.check(name)
         config = self._make_config(stored.path, options or {})
         entry = self._entries[name] = ModelEntry(name, config)
         entry.load = asyncio.create_task(self._load(entry, config))
         entry.load.add_done_callback(lambda load: self._note_loaded(entry, load))
         return entry
+
+    async def load(
+        self, name: str, options: Mapping[str, Any] | None = None, pin: bool | None = None
+    ) -> ModelEntry:
+        """As `open`, for somebody who wants it loaded however often its engine has died.
+
+        pin: whether it stays for ever from now on; None: as it was.
+        """
+        name = self._resolve(name)
+        self.deaths.clear(name)
+        entry = await self.open(name, options)
+        if pin is not None:
+            (self._pinned.add if pin else self._pinned.discard)(name)
+            if entry.model is not None:
+                entry.model.keep_alive.pin(pin)
+        return entry
+
+    def is_pinned(self, name: str) -> bool:
+        """Whether the model of this name stays for ever once it is loaded."""
+        return name in self._pinned
 
     def _check_options(self, entry: ModelEntry, options: Mapping[str, Any]) -> None:
         wanted = self._make_config(Path(entry.config.model_path), options)
@@ -190,11 +236,13 @@ class Models:
     async def unload(self, name: str) -> None:
         """Let the model's requests finish, for a while, then end its engine. Raises ModelNotFoundError.
 
-        Who leaves while waiting does not stop it.
+        Who leaves while waiting does not stop it. A pin goes too, unless it is of the configuration.
         """
         entry = self._entries.get(self._resolve(name))
         if entry is None:
             raise ModelNotFoundError(f"{name} is not loaded")
+        if entry.name not in self._always_pinned:
+            self._pinned.discard(entry.name)
         await asyncio.shield(self._unloading(entry, self._drain_seconds))
 
     async def retire(self, name: str) -> None:
@@ -209,10 +257,10 @@ class Models:
     async def let_go(self, name: str) -> None:
         """Unload the model, if it is loaded, once no request holds it; returns at once where some do.
 
-        Raises ModelNotFoundError where there is none of this name.
+        One that is pinned stays. Raises ModelNotFoundError where there is none of this name.
         """
         entry = self._entries.get(self._resolve(name))
-        if entry is None or entry.model is None:
+        if entry is None or entry.model is None or self.is_pinned(entry.name):
             return
         entry.model.keep_alive.ask(0)
         if not entry.model.num_requests:
@@ -282,32 +330,74 @@ class Models:
         folder = Path(config.model_path)
         defaults, preset, head = model_sampling(folder), Preset.read(folder), EmbeddingHead.read(folder)
         tokenizer = await asyncio.to_thread(self._load_tokenizer, folder)
-        engine = await self._start_engine(config, entry.report)
+        engine = await self._start_engine(entry, config)
         if entry.state == "loading":
             entry.state = "ready"
         engine.died.add_done_callback(lambda died: self._note_died(entry, died.result()))
         clock = asyncio.get_running_loop()
         keep_alive = KeepAlive(self._keep_alive, lambda: self._expire(entry), clock)
+        keep_alive.pin(self.is_pinned(entry.name))
         pulse = Pulse(entry.name, engine, self._hang_seconds)
         return LoadedModel(entry.name, folder, engine, tokenizer, defaults, preset, head, keep_alive, pulse)
 
     def _expire(self, entry: ModelEntry) -> None:
+        if entry.gone.is_set():
+            return
         _log.info("%s is unloaded: it was idle for its time", entry.name)
         self._unloading(entry, None)
 
-    async def _start_engine(self, config: EngineConfig, report: Progress) -> Engine:
-        """Start an engine, in place of idle models where memory is short."""
-        while True:
-            await self._awake.wait()
-            try:
-                return await self._start(config, report)
-            except CapacityError:
-                if not await self._evict():
+    async def _start_engine(self, entry: ModelEntry, config: EngineConfig) -> Engine:
+        """Start an engine, one at a time, in place of idle models where memory is short."""
+
+        async def make_room(error: CapacityError) -> Allowance:
+            await self._room.make(error, entry.say)
+            entry.say("")
+            return self.allowance(await self.stats())
+
+        if self._turn.locked():
+            entry.say("waits for another model to be loaded")
+        async with self._turn:
+            entry.say("")
+            await self._room.take_place(entry.say)
+            while True:
+                await self._awake.wait()
+                allowed = msgspec.structs.replace(config, allowance=self.allowance(await self.stats()))
+                try:
+                    return await self._start(allowed, entry.report, make_room)
+                except NoRoomError:
                     raise
+                except CapacityError as error:
+                    await self._room.make(error, entry.say)
+
+    def allowance(self, stats: Mapping[str, Stats]) -> Allowance:
+        """What a model to come may take beside those that are here. stats: see the method."""
+        loaded = [entry.model for entry in self.entries if entry.model is not None]
+        infos = [(model.engine.info, stats.get(model.name, Stats())) for model in loaded]
+        promised = sum(info.kv_bytes - info.kv_bytes_touched(now) for info, now in infos)
+        if self._max_memory is None:
+            return Allowance(promised=promised)
+        taken = sum(info.weight_bytes + info.kv_bytes for info, _ in infos)
+        return Allowance(promised=promised, limit=max(self._max_memory - taken, 0))
+
+    def _residents(self) -> list[Resident]:
+        return [self._resident(entry, entry.model) for entry in self.entries if entry.model is not None]
+
+    def _resident(self, entry: ModelEntry, model: LoadedModel) -> Resident:
+        return Resident(
+            name=entry.name,
+            num_bytes=model.engine.info.weight_bytes + model.engine.info.kv_bytes,
+            # Who waited for it will hold it in an instant.
+            num_requests=model.num_requests + len(entry.waiting),
+            pinned=self.is_pinned(entry.name),
+            used=model.used,
+            wait_idle=model.wait_idle,
+        )
 
     def _note_loaded(self, entry: ModelEntry, load: asyncio.Task[LoadedModel]) -> None:
         """A failed load leaves no entry, so the next request tries again."""
         if load.cancelled() or load.exception() is not None:
+            if not load.cancelled() and isinstance(load.exception(), EngineDiedError):
+                self.deaths.note(entry.name, str(load.exception()))
             self._remove(entry)
             return
         info = load.result().engine.info
@@ -322,18 +412,15 @@ class Models:
 
     def _note_died(self, entry: ModelEntry, reason: str) -> None:
         """An engine that ends by itself leaves no entry either."""
-        if entry.state == "ready":
-            _log.error("%s: %s; the next request starts it again", entry.name, reason)
+        if entry.state == "ready" and not entry.gone.is_set():
+            self.deaths.note(entry.name, reason)
+            again = (
+                "it is not started again"
+                if entry.name in self.deaths.stopped
+                else "the next request starts it"
+            )
+            _log.error("%s: %s; %s", entry.name, reason, again)
             self._remove(entry)
-
-    async def _evict(self) -> bool:
-        """Unload the model that has been idle for longest; False where none is."""
-        for entry in self.entries:
-            if entry.state == "ready" and entry.model is not None and not entry.model.num_requests:
-                _log.info("%s is unloaded to make room", entry.name)
-                await self.unload(entry.name)
-                return True
-        return False
 
     async def _close(self, entry: ModelEntry) -> None:
         entry.state = "unloading"

@@ -33,7 +33,7 @@ from quantd.daemon.models import LoadTokenizer, Models
 from quantd.daemon.request_log import RequestLog
 from quantd.daemon.service import Service
 from quantd.daemon.sockets import allow_open_files, name_of, tcp_sockets, unix_socket
-from quantd.daemon.store import Store
+from quantd.daemon.store import Store, plain_name
 from quantd.daemon.supervision import Notifier
 from quantd.daemon.template_process import TemplateProcess
 from quantd.daemon.tokenizer import Tokenizer
@@ -106,6 +106,10 @@ def _models(config: ServeConfig, load_tokenizer: LoadTokenizer) -> Models:
         keep_alive=config.keep_alive,
         hang_seconds=config.hang_seconds,
         load_tokenizer=load_tokenizer,
+        pinned=[plain_name(name) for name in config.pin],
+        max_models=config.max_models,
+        max_memory=config.max_memory,
+        memory_wait=config.memory_wait,
     )
 
 

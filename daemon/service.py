@@ -49,6 +49,7 @@ from quantd.daemon.prompts import (
     infill_writer_of,
     raw_prompts,
 )
+from quantd.daemon.relay import Relay
 from quantd.daemon.requests import ChatRequest, CompletionRequest, InfillRequest, Options
 from quantd.daemon.text import StopStrings
 from quantd.engine.errors import ContextLengthError, RequestError
@@ -176,7 +177,8 @@ class Service:
             id, salt = uuid.uuid4().hex, self._salt()
             requests = engine_requests(info, id, prompts, params, request.context_len, salt)
             observer = self.metrics.of(model.name)
-            events = await record.unless_cancelled(embed(model.engine, requests, at_once, record, observer))
+            source = Relay(self.models, model, request.keep_alive)
+            events = await record.unless_cancelled(embed(source, requests, at_once, record, observer))
             usage = Usage(
                 prompt_tokens=sum(map(len, prompts)),
                 completion_tokens=0,
@@ -312,7 +314,8 @@ class Service:
             num_left_out=prompts.num_left_out,
             prompt=prompts.ids[0],
         )
-        return Generation(head, model.engine, jobs, options.n, self.metrics, record, on_close, load_seconds)
+        source = Relay(self.models, model, options.keep_alive)
+        return Generation(head, source, jobs, options.n, self.metrics, record, on_close, load_seconds)
 
 
 def _with_budget(chat: ChatFormat, prompt: Prompt, request: ChatRequest) -> Options:

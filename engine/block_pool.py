@@ -14,11 +14,12 @@ EMPTY, KEPT, HELD = range(3)
 
 
 class BlockPool:
-    """`num_blocks` blocks. The front of the free list is what is reused next."""
+    """`num_blocks` blocks. The front of the free list is what is reused next. num_touched: ever used."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
+        self.num_touched = 0
         self.ref_counts = [0] * num_blocks
         self._states = bytearray(num_blocks)
         # Index num_blocks is the list's end marker: its next is the front, its previous the back.
@@ -30,6 +31,8 @@ class BlockPool:
         assert self.num_free, "allocate from an empty pool"
         block = self._next[self.num_blocks]
         self.share(block)
+        # Fresh blocks lie in order behind those reused first and before those reused last.
+        self.num_touched = max(self.num_touched, block + 1)
         return block
 
     def share(self, block: int) -> None:

@@ -11,6 +11,17 @@ Activations = Literal["auto", "fp32"]
 Backend = Literal["auto", "reference", "cpu", "gpu"]
 
 
+class Allowance(msgspec.Struct, frozen=True, kw_only=True):
+    """What of a machine's memory an engine may count on, in bytes.
+
+    promised: of what is free to the CPU, what other engines have not taken yet of their KV caches. limit: of
+    all that the engine takes, None for none.
+    """
+
+    promised: int = 0
+    limit: int | None = None
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything one engine process needs to know.
 
@@ -23,7 +34,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_folder: where blocks are kept on disk, None for nowhere. disk_cache: bytes of all of them, 0 for
     none; None for what is usual (see quantd.engine.disk_space).
     tp: ranks that share each matrix. split: how layers are spread over stages of tp ranks (see
-    quantd.engine.split), "" for one stage.
+    quantd.engine.split), "" for one stage. allowance: of memory, at the time of the load.
     """
 
     model_path: str
@@ -44,3 +55,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     disk_cache: int | None = None
     tp: int = 1
     split: str = ""
+    allowance: Allowance = Allowance()

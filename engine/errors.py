@@ -21,11 +21,23 @@ class ContextLengthError(RequestError):
 
 
 class CapacityError(QuantdError):
-    """The machine's memory cannot hold what was asked for."""
+    """The machine's memory cannot hold what was asked for. shortage: bytes that are wanting; 0: unknown.
+
+    urgent: false where it can be done without, only not well.
+    """
+
+    def __init__(self, message: str = "", shortage: int = 0, urgent: bool = True) -> None:
+        super().__init__(message)
+        self.shortage = shortage
+        self.urgent = urgent
 
 
 class EngineDiedError(QuantdError):
     """The engine process ended while a request was in it."""
+
+
+class NotBegunError(EngineDiedError):
+    """The engine process ended before it had begun with a request, which another engine can serve."""
 
 
 class NumericsError(QuantdError):

@@ -21,12 +21,12 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from quantd.engine.config import EngineConfig
+from quantd.engine.config import Allowance, EngineConfig
 from quantd.engine.connection import Connection
 from quantd.engine.disk_cache import FromDisk, WeightsRead, open_disk_cache
 from quantd.engine.disk_reader import Arrived
 from quantd.engine.disk_writer import Written
-from quantd.engine.errors import RankError
+from quantd.engine.errors import CapacityError, RankError
 from quantd.engine.grammar import NO_GRAMMARS, Compiled, GrammarCompiler, Grammars, ModelGrammars
 from quantd.engine.messages import (
     Abort,
@@ -37,8 +37,11 @@ from quantd.engine.messages import (
     FromEngine,
     GetStats,
     Loading,
+    Retry,
     Save,
     Saved,
+    Short,
+    Started,
     ToEngine,
 )
 from quantd.engine.outbox import HOLD_SECONDS, Outbox
@@ -52,11 +55,16 @@ from quantd.engine.stepping import stepping_of
 from quantd.kernels.errors import QuantdError
 
 Progress: TypeAlias = Callable[[int, int], None]
-BuildRunner: TypeAlias = Callable[[EngineConfig, Progress, Fail], Runner]
-"""Progress is told bytes loaded and in all; Fail, from any thread, why the engine can do no more."""
+MakeRoom: TypeAlias = Callable[[CapacityError], Allowance]
+BuildRunner: TypeAlias = Callable[[EngineConfig, Progress, Fail, MakeRoom], Runner]
+"""Progress is told bytes loaded and in all; Fail, from any thread, why the engine can do no more; MakeRoom
+what is wanting before the load, and returns when there may be more.
+"""
 
 
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
+# After a fault on a GPU every further call of its context fails.
+_GPU_FAULT = "AcceleratorError"
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +106,12 @@ class EngineLoop:
         self._failed_before = False
 
     def step(self) -> None:
-        """One pass. Raises what the runner raised: a RankError, or anything twice in a row."""
+        """One pass. Raises what the runner raised: a RankError, a GPU's fault, or anything twice in a row."""
         events = [event for message in self._receive() for event in self._handle(message)]
         if self.scheduler.has_work:
             plan = self._stepping.next_plan()
+            if admitted := self.scheduler.take_admitted():
+                self._send(Started(admitted))
             self._outbox.before(plan)
             events += self._compute(plan)
         self._outbox.add(events)
@@ -130,24 +140,27 @@ class EngineLoop:
                 event = self.scheduler.release(request_id, compiled)
             case Abort(request_id):
                 event = self.scheduler.abort(request_id)
+            case _:
+                event = None
+                self._attend(message)
+        return [] if event is None else [event]
+
+    def _attend(self, message: FromDisk | Forget | Drop | Save | GetStats | Retry) -> None:
+        match message:
             case Arrived() | Written() | WeightsRead():
                 for state in self._disk.heard(message, self.scheduler.cache):
                     self.scheduler.resume(state)
-                event = None
             case Forget(prompt, salt):
                 self._forget(block_keys(prompt, self.scheduler.cache.block_size, salt))
-                event = None
             case Drop(keys):
                 self._forget(keys)
-                event = None
             case Save(seconds):
                 self._disk.flush(self.scheduler.cache, seconds)
                 self._send(Saved())
-                event = None
             case GetStats(detail):
                 self._send(self.scheduler.stats(detail))
-                event = None
-        return [] if event is None else [event]
+            case Retry():
+                raise AssertionError("room is made before a model is loaded")
 
     def _add(self, request: Request) -> TokenEvent | None:
         event = self.scheduler.add(request)
@@ -174,14 +187,14 @@ class EngineLoop:
     def _fail(self, plan: Plan, error: Exception) -> list[TokenEvent]:
         """Go on without the youngest request where memory was wanting; else end the requests of the step.
 
-        One failure may be theirs; a second one is the runner's.
+        One failure may be theirs; a second one is the runner's, and so is a GPU's.
         """
         if kind_of(error) in _OUT_OF_MEMORY and self.scheduler.put_off(plan):
             logger.warning("a step found too little memory; its youngest request waits: %s", describe(error))
             return []
         logger.error("a step failed", exc_info=error)
         events = self.scheduler.fail(plan, f"the step failed: {describe(error)}")
-        if self._failed_before or isinstance(error, RankError):
+        if self._failed_before or isinstance(error, RankError) or kind_of(error) == _GPU_FAULT:
             self._outbox.add(events)
             raise error
         self._failed_before = True
@@ -205,10 +218,16 @@ def serve(fd: int, build_runner: BuildRunner) -> None:
         send(failed)
         os._exit(1)
 
+    def make_room(error: CapacityError) -> Allowance:
+        send(Short(error.shortage, str(error), error.urgent))
+        retry = inbox.get()
+        assert isinstance(retry, Retry), f"{retry} came while room was being made"
+        return retry.allowance
+
     try:
         config = connection.receive(msgspec.msgpack.Decoder(EngineConfig))
         threading.Thread(target=_read, args=(connection, inbox), name="inbox", daemon=True).start()
-        runner = build_runner(config, lambda done, total: send(Loading(done, total)), fail)
+        runner = build_runner(config, lambda done, total: send(Loading(done, total)), fail, make_room)
         send(runner.info)
         grammars = ModelGrammars(GrammarCompiler(Path(config.model_path), runner.info.vocab_size))
         disk = open_disk_cache(config, runner, inbox.put)
@@ -250,11 +269,11 @@ def describe(error: Exception) -> str:
     return str(error) if isinstance(error, QuantdError) else f"{type(error).__name__}: {error}"
 
 
-def _build_runner(config: EngineConfig, progress: Progress, fail: Fail) -> Runner:
+def _build_runner(config: EngineConfig, progress: Progress, fail: Fail, make_room: MakeRoom) -> Runner:
     # Torch takes seconds to import; by now the parent is watched and told of what goes wrong.
     from quantd.engine.runner import build_runner
 
-    return build_runner(config, progress, fail)
+    return build_runner(config, progress, fail, make_room)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,11 @@ from typing import Literal
 
 import msgspec
 
+from quantd.engine.config import Allowance
 from quantd.engine.errors import ContextLengthError, RequestError
 from quantd.engine.request import Request, TokenEvent
+
+Wait = Literal["", "seat", "blocks", "tokens"]
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -50,6 +53,23 @@ class GetStats(msgspec.Struct, frozen=True, tag="get_stats"):
     detail: bool = False
 
 
+class Retry(msgspec.Struct, frozen=True, tag="retry"):
+    """Daemon -> engine, after Short: memory may be enough now."""
+
+    allowance: Allowance
+
+
+class Short(msgspec.Struct, frozen=True, tag="short"):
+    """Engine -> daemon, in a load: so many bytes are wanting. Retry answers it, or the end of the process.
+
+    urgent: see CapacityError.
+    """
+
+    shortage: int
+    message: str
+    urgent: bool = True
+
+
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
     """Engine -> daemon, before Ready: `done` of `total` bytes of weights are loaded."""
 
@@ -88,6 +108,12 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     def max_request_len(self) -> int:
         """Tokens, prompt and output, at which a request ends: the context or the pool is full."""
         return min(self.max_model_len, self.kv_tokens)
+
+    def kv_bytes_touched(self, stats: Stats) -> int:
+        """Bytes of the block pool that are taken: on a CPU they are as blocks are used, on a GPU at once."""
+        if self.on_gpu:
+            return self.kv_bytes
+        return self.kv_bytes * stats.blocks_touched // self.num_blocks
 
     def check_request(self, request: Request, context_len: int | None = None) -> None:
         """Raise RequestError, or ContextLengthError, if this model can never serve the request.
@@ -135,6 +161,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
+class Started(msgspec.Struct, frozen=True, tag="started"):
+    """Engine -> daemon, before the first step with these requests: until then they waited."""
+
+    request_ids: list[str]
+
+
 class Events(msgspec.Struct, frozen=True, tag="events"):
     """Engine -> daemon: what one step did."""
 
@@ -174,8 +206,11 @@ class PoolMap(msgspec.Struct, frozen=True, kw_only=True):
 class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Engine -> daemon: counters since the start, and the present state.
 
+    waits_for: what the first of those that wait has not got: a seat among those that may run at a time, KV
+    blocks, or tokens of the step's budget, which others' prompts take; "" where it has not been looked at.
     blocks_free: hold nothing; blocks_cached: held by no request, but findable by their prefix; the
-    others of blocks_total are held by requests. live_slots: slots of those that have tokens in them;
+    others of blocks_total are held by requests. blocks_touched: have ever been used, and so take memory of a
+    CPU. live_slots: slots of those that have tokens in them;
     one that several requests share counts once. prompt_tokens: of admitted requests, cached ones
     included. prefix_queries, prefix_hits: prompt tokens looked up in and found by the prefix cache,
     at a request's first admission. disk_hits: tokens whose blocks were read from disk for that. evictions:
@@ -183,11 +218,13 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     those that a preemption took. requests, pool: only where asked for in detail.
     """
 
+    waits_for: Wait = ""
     num_running: int = 0
     num_waiting: int = 0
     blocks_total: int = 0
     blocks_free: int = 0
     blocks_cached: int = 0
+    blocks_touched: int = 0
     live_slots: int = 0
     steps: int = 0
     prompt_tokens: int = 0
@@ -203,5 +240,5 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     pool: PoolMap | None = None
 
 
-ToEngine = Add | Abort | Forget | Drop | Save | GetStats
-FromEngine = Loading | ModelInfo | Failed | Events | Saved | Stats
+ToEngine = Add | Abort | Forget | Drop | Save | GetStats | Retry
+FromEngine = Loading | Short | ModelInfo | Failed | Started | Events | Saved | Stats

@@ -32,7 +32,7 @@ from quantd.engine.request import Request, SamplingParams
 from quantd.engine.shard import Part
 from quantd.engine.split import even
 from quantd.engine.weights import Progress, load_weights
-from quantd.kernels.ops import AttentionInputs
+from quantd.kernels.ops import AttentionInputs, Ops
 from quantd.kernels.select import select_ops
 from quantd.quant.checkpoint import Checkpoint
 from quantd.quant.kv import FORMATS, KVFormat, KVPool, KVShape, block_bytes
@@ -235,13 +235,35 @@ class LoadedPart:
         return KVShape(num_layers, heads.num_kv_heads, heads.head_dim, self.config.block_size)
 
 
-def load_part(
-    start: StartRank, spec: DecoderSpec, checkpoint: Checkpoint, progress: Progress = lambda done, total: None
-) -> LoadedPart:
-    """Meet the other ranks if there are any, then read and pack a rank's part.
+@dataclass(frozen=True)
+class Bench:
+    """Where a rank will compute, and with what, before anything of the model is read."""
 
-    Sets this process's number of torch threads. Raises CheckpointError, UnsupportedModelError,
-    RequestError, RankError, CapacityError, or QuantdError where ranks cannot sum.
+    config: EngineConfig
+    place: Place
+    device: torch.device
+    ops: Ops
+
+    def load(
+        self, spec: DecoderSpec, checkpoint: Checkpoint, progress: Progress = lambda done, total: None
+    ) -> LoadedPart:
+        """Read and pack the rank's part. Raises CheckpointError, UnsupportedModelError, CapacityError."""
+        try:
+            weights = load_weights(spec, checkpoint, self.ops, progress, self.place.part, self.device)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"{self.device} has no room for its part of the model's {checkpoint.weight_bytes} bytes of "
+                "weights: free memory, spread the model with split auto or tp, or use backend cpu"
+            ) from error
+        decoder = Decoder(spec, weights, self.ops, self.place.part, self.place.group)
+        return LoadedPart(self.config, decoder, self.place, self.device)
+
+
+def set_up(start: StartRank, spec: DecoderSpec, checkpoint: Checkpoint) -> Bench:
+    """Meet the other ranks if there are any, and get the kernels ready.
+
+    Sets this process's number of torch threads. Raises RequestError, RankError, or QuantdError where ranks
+    cannot sum or the backend cannot be had.
     """
     config, world, rank = start.config, start.world, start.rank
     threads, device = rank_threads(config, world.size), rank_device(config, rank)
@@ -256,11 +278,11 @@ def load_part(
     ops = select_ops(
         config.backend, config.activations, threads, kernel_cache, device, dtype, config.same_bits
     )
-    try:
-        weights = load_weights(spec, checkpoint, ops, progress, place.part, device)
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(
-            f"{device} has no room for its part of the model's {checkpoint.weight_bytes} bytes of weights: "
-            "free memory, spread the model with split auto or tp, or use backend cpu"
-        ) from error
-    return LoadedPart(config, Decoder(spec, weights, ops, place.part, place.group), place, device)
+    return Bench(config, place, device, ops)
+
+
+def load_part(
+    start: StartRank, spec: DecoderSpec, checkpoint: Checkpoint, progress: Progress = lambda done, total: None
+) -> LoadedPart:
+    """`set_up`, then `load` of the rank's part."""
+    return set_up(start, spec, checkpoint).load(spec, checkpoint, progress)

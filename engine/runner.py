@@ -6,24 +6,27 @@ Keeps weights and the block pool's memory; everything about requests comes with 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
 from quantd.engine.batch import Batch, build_batch, prompt_logprob_positions
-from quantd.engine.config import EngineConfig
-from quantd.engine.devices import plan_ranks, with_backend
-from quantd.engine.errors import NumericsError
+from quantd.engine.config import Allowance, EngineConfig
+from quantd.engine.devices import plan_ranks, rank_memory, with_backend
+from quantd.engine.errors import CapacityError, NumericsError
+from quantd.engine.footprint import Footprint, foresee
 from quantd.engine.logprobs import token_logprob
-from quantd.engine.memory import plan_rank_blocks, workspace_bytes
+from quantd.engine.memory import GOOD_LEN, LEAST_LEN, workspace_bytes
+from quantd.engine.memory_plan import MemoryPlan, plan_memory
 from quantd.engine.messages import ModelInfo
-from quantd.engine.model_part import ModelPart, load_part, prompt_chunks, select
+from quantd.engine.model_part import Bench, ModelPart, load_part, prompt_chunks, select, set_up
 from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.models.spec import DecoderSpec
 from quantd.engine.plan import EntryOutput, Plan, PlanEntry, PoolBlocks, StepOutput
@@ -173,12 +176,25 @@ def _prompt_logprob(row: Row, token_id: int, num_top: int) -> TokenLogprob | str
     return token_logprob(row, token_id, num_top)
 
 
-def build_runner(config: EngineConfig, progress: Progress, fail: Fail = lambda failed: None) -> ModelRunner:
+def refuse(error: CapacityError) -> Allowance:
+    """Make no room."""
+    if error.urgent:
+        raise error
+    return Allowance()
+
+
+def build_runner(
+    config: EngineConfig,
+    progress: Progress,
+    fail: Fail = lambda failed: None,
+    make_room: Callable[[CapacityError], Allowance] = refuse,
+) -> ModelRunner:
     """Load the model of `config`, on as many ranks as it asks for, and make its block pool.
 
-    progress: see load_weights; fail: see Ranks. Sets this process's number of torch threads. Raises
-    CheckpointError, UnsupportedModelError, RequestError, CapacityError, NumericsError or RankError, or
-    QuantdError where the backend cannot be had.
+    progress: see load_weights; fail: see Ranks. make_room: called before any weight is read where memory will
+    be short, for an engine of one rank; to return is to try again. Sets this process's number of torch
+    threads. Raises CheckpointError, UnsupportedModelError, RequestError, CapacityError, NumericsError or
+    RankError, or QuantdError where the backend cannot be had.
     """
     begun = time.monotonic()
     config = with_backend(config)
@@ -187,9 +203,11 @@ def build_runner(config: EngineConfig, progress: Progress, fail: Fail = lambda f
     world = plan_ranks(config, spec, checkpoint.weight_bytes)
     if world.size > 1:
         return _build_leader(config, world, spec, checkpoint, progress, fail)
-    loaded = load_part(StartRank(config, world, 0, store=""), spec, checkpoint, progress)
+    bench = set_up(StartRank(config, world, 0, store=""), spec, checkpoint)
+    config = _with_room(config, world, spec, checkpoint, bench, make_room)
+    loaded = bench.load(spec, checkpoint, progress)
     memory = [loaded.memory]
-    num_blocks = _plan_blocks(config, spec, memory)
+    num_blocks = _plan_blocks(config, spec, memory, bench.ops.name)
     part = loaded.allocate(num_blocks)
     info = _describe(config, part, memory, num_blocks, begun)
     if config.backend != "gpu":
@@ -235,7 +253,7 @@ def _build_leader(
     try:
         loaded = load_part(StartRank(config, world, 0, ranks.store), spec, checkpoint, progress)
         memory = [loaded.memory, *ranks.collect(RankLoaded)]
-        num_blocks = _plan_blocks(config, spec, memory)
+        num_blocks = _plan_blocks(config, spec, memory, loaded.decoder.ops.name)
         ranks.send(Allocate(num_blocks))
         part = loaded.allocate(num_blocks)
         ranks.collect(RankReady)
@@ -246,9 +264,45 @@ def _build_leader(
     return LeadingRunner(part, _sampler(config, part), info, ranks)
 
 
-def _plan_blocks(config: EngineConfig, spec: DecoderSpec, memory: Sequence[RankLoaded]) -> int:
+def _with_room(
+    config: EngineConfig,
+    world: World,
+    spec: DecoderSpec,
+    checkpoint: Checkpoint,
+    bench: Bench,
+    make_room: Callable[[CapacityError], Allowance],
+) -> EngineConfig:
+    """The config with an allowance with which the model will fit, as far as headers tell."""
+    footprint = Footprint(spec, checkpoint, bench.ops)
+    footprint.check()
+    asked = False
+    while True:
+        free = {str(bench.device): rank_memory(bench.device)}
+        ranks = foresee(config, world, footprint, spec, free)
+        refusal = _plan(config, spec, ranks, bench.ops.name).refusal()
+        if refusal is None and not asked:
+            asked, refusal = True, _plan(config, spec, ranks, bench.ops.name, GOOD_LEN).refusal(urgent=False)
+        if refusal is None:
+            return config
+        config = msgspec.structs.replace(config, allowance=make_room(refusal))
+
+
+def _plan_blocks(config: EngineConfig, spec: DecoderSpec, memory: Sequence[RankLoaded], backend: str) -> int:
+    plan = _plan(config, spec, memory, backend)
+    if refusal := plan.refusal():
+        raise refusal
+    return plan.num_blocks
+
+
+def _plan(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    memory: Sequence[RankLoaded],
+    backend: str,
+    least_len: int = LEAST_LEN,
+) -> MemoryPlan:
     workspace = workspace_bytes(config, spec) if config.backend == "gpu" else 0
-    return plan_rank_blocks(config, spec.max_model_len, memory, workspace)
+    return plan_memory(config, backend, spec.max_model_len, memory, workspace, least_len)
 
 
 def _sampler(config: EngineConfig, part: ModelPart) -> Sampler | GpuSampler:

@@ -25,7 +25,7 @@ from quantd.engine.config import EngineConfig
 from quantd.engine.disk_cache import NO_DISK, DiskCache
 from quantd.engine.errors import RequestError
 from quantd.engine.grammar import Compiled
-from quantd.engine.messages import ModelInfo, Queue, RequestStats, Stats
+from quantd.engine.messages import ModelInfo, Queue, RequestStats, Stats, Wait
 from quantd.engine.plan import EntryOutput, Plan, PlanEntry, RequestState, StepOutput
 from quantd.engine.request import FinishReason, Request, TokenEvent
 
@@ -62,6 +62,8 @@ class Scheduler:
         self.waiting: deque[RequestState] = deque()
         self.held: list[RequestState] = []
         self.counters = Counters()
+        self._admitted: list[str] = []
+        self._waits_for: Wait = ""
 
     @property
     def has_work(self) -> bool:
@@ -140,6 +142,11 @@ class Scheduler:
         self.counters.steps += bool(entries)
         return Plan(tuple(entries))
 
+    def take_admitted(self) -> list[str]:
+        """The requests admitted for the first time since the last call."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
     def update(self, plan: Plan, output: StepOutput) -> list[TokenEvent]:
         """Take in what a step gave; requests that end hold nothing afterwards."""
         pairs = zip(plan.entries, output.entries, strict=True)
@@ -174,11 +181,13 @@ class Scheduler:
         """The counters and the present state, and `detail` of each request and the pool's parts."""
         num_cached = self.cache.num_cached
         return Stats(
+            waits_for=self._waits_for if self.waiting else "",
             num_running=len(self.running),
             num_waiting=len(self.waiting) + len(self.held),
             blocks_total=self.info.num_blocks,
             blocks_free=self.cache.pool.num_free - num_cached,
             blocks_cached=num_cached,
+            blocks_touched=self.cache.pool.num_touched,
             live_slots=self._live_slots(),
             disk_hits=self.disk.num_read * self.info.block_size,
             evictions=self.cache.num_evictions,
@@ -277,6 +286,7 @@ class Scheduler:
             state = self.waiting[0]
             # A block for each that runs, so that they do not need the newcomer's again in a few steps.
             if not self.cache.admit(state, headroom=len(self.running)):
+                self._waits_for = "blocks"
                 return
             self.running.append(self.waiting.popleft())
             self._count_admission(state)
@@ -285,6 +295,7 @@ class Scheduler:
             assert appended, f"request {state.id} was admitted without room"
             entries.append(_entry(state, num_tokens))
             budget -= num_tokens
+        self._waits_for = "tokens" if len(self.running) < self._seats else "seat"
 
     def _can_go_ahead(self, entry: PlanEntry) -> bool:
         """Whether a request goes on with one token, and has its block. Blocks that it gets it keeps."""
@@ -322,6 +333,7 @@ class Scheduler:
         if state.num_cached is not None:
             return
         state.num_cached, state.admitted = state.num_computed, time.monotonic()
+        self._admitted.append(state.id)
         self.counters.prompt_tokens += len(state.request.prompt)
         if self.cache.prefix_caching:
             self.counters.prefix_queries += len(state.request.prompt)

@@ -97,13 +97,13 @@ def load_weights(
     all) as matrices are read. Raises CheckpointError or UnsupportedModelError, before any weight is read
     where the index shows the fault; RequestError where the model cannot be dealt out to so many ranks.
     """
-    layout = _Layout(spec, checkpoint)
+    layout = Layout(spec, checkpoint)
     layout.check()
     layout.log_leftovers()
     return _Reader(layout, part or layout.whole, ops, progress, device).decoder()
 
 
-class _Layout:
+class Layout:
     """Where this checkpoint keeps what the spec asks for. Modules and norms are named without `.weight`."""
 
     def __init__(self, spec: DecoderSpec, checkpoint: Checkpoint) -> None:
@@ -171,7 +171,7 @@ class _Reader:
     """Reads what a checked layout names, as far as it is a rank's part."""
 
     def __init__(
-        self, layout: _Layout, part: Part, ops: Ops, progress: Progress, device: torch.device
+        self, layout: Layout, part: Part, ops: Ops, progress: Progress, device: torch.device
     ) -> None:
         self._layout = layout
         self._part = part

@@ -70,6 +70,12 @@ class Checkpoint(Protocol):
     def linear(self, module: str, shape: tuple[int, int]) -> Weight:
         """The weight of `module`; shape is (outputs N, inputs K)."""
 
+    def stand_in(self, module: str, shape: tuple[int, int]) -> Weight:
+        """As `linear`, but with made-up values, and as many outputs as `shape` says.
+
+        Reads no weight bytes; packed, it takes what a real one of that shape takes.
+        """
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A plain tensor (norm, bias, table) as float32 of `shape`."""
 
@@ -88,6 +94,9 @@ class LinearFormat(Protocol):
 
     def load(self, module: str, shape: tuple[int, int]) -> Weight:
         """Read and decode."""
+
+    def stand_in(self, module: str, shape: tuple[int, int]) -> Weight:
+        """See Checkpoint."""
 
 
 class SafetensorsCheckpoint:
@@ -131,6 +140,9 @@ class SafetensorsCheckpoint:
     def linear(self, module: str, shape: tuple[int, int]) -> Weight:
         self.check_linear(module, shape)
         return self._format(module).load(module, shape)
+
+    def stand_in(self, module: str, shape: tuple[int, int]) -> Weight:
+        return self._format(module).stand_in(module, shape)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         self.check_tensor(name, shape)

@@ -8,6 +8,7 @@ awq/utils/packing_utils.py, awq/modules/linear/gemm.py).
 from __future__ import annotations
 
 from quantd.kernels.weights import Weight
+from quantd.quant import stand_in
 from quantd.quant.config_gptq import AWQConfig
 from quantd.quant.errors import UnsupportedModelError
 from quantd.quant.packing import AWQ_ORDER, affine, group, split_fields
@@ -39,6 +40,10 @@ class AWQFormat:
         zeros = split_fields(self.files.read(f"{module}.qzeros"), bits, AWQ_ORDER)
         scale_offset = affine(self.files.read(f"{module}.scales").t(), zeros.t())
         return group(codes.t().contiguous(), scale_offset, bits, self._group_size(shape[1]))
+
+    def stand_in(self, module: str, shape: tuple[int, int]) -> Weight:
+        dtype = stand_in.DTYPES[self.files.index[f"{module}.scales"].dtype]
+        return stand_in.quantized(shape, self.config.bits, self._group_size(shape[1]), dtype, symmetric=False)
 
     def _group_size(self, k: int) -> int:
         return k if self.config.group_size == -1 else self.config.group_size

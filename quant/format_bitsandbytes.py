@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from quantd.kernels.weights import Weight
+from quantd.quant import stand_in
 from quantd.quant.errors import UnsupportedModelError
 from quantd.quant.packing import affine, group
 from quantd.quant.tensor_files import TensorFiles
@@ -36,3 +37,6 @@ class BitsAndBytesFormat:
         codes = (self.files.read(f"{module}.weight").view(torch.uint8)) ^ 128
         scale = self.files.read(f"{module}.SCB")[:, None] / 127
         return group(codes, affine(scale, 128), 8, shape[1])
+
+    def stand_in(self, module: str, shape: tuple[int, int]) -> Weight:
+        return stand_in.quantized(shape, 8, None, torch.float32, symmetric=True)

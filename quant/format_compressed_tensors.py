@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quantd.kernels.weights import Weight
+from quantd.quant import stand_in
 from quantd.quant.config_compressed_tensors import CompressedScheme, CompressedTensorsConfig
 from quantd.quant.errors import CheckpointError, UnsupportedModelError
 from quantd.quant.packing import DENSE, PADDED, Packing, affine, group
@@ -81,6 +82,18 @@ class CompressedTensorsFormat:
             scheme.group_size or k,
             self._group_index(module, groups),
             scheme.input_bits,
+        )
+
+    def stand_in(self, module: str, shape: tuple[int, int]) -> Weight:
+        scheme = self._scheme(module)
+        return stand_in.quantized(
+            shape,
+            scheme.bits,
+            scheme.group_size,
+            stand_in.DTYPES[self.files.index[f"{module}.weight_scale"].dtype],
+            symmetric=not self.files.has(f"{module}.weight_zero_point"),
+            ordered=_num_groups(scheme, shape[1]) > 1 and self.files.has(f"{module}.weight_g_idx"),
+            input_bits=scheme.input_bits,
         )
 
     def _scheme(self, module: str) -> CompressedScheme:

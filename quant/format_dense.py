@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quantd.kernels.weights import DenseWeight, Weight
+from quantd.quant import stand_in
 from quantd.quant.tensor_files import FLOATS, TensorFiles
 
 
@@ -20,3 +21,6 @@ class DenseFormat:
 
     def load(self, module: str, shape: tuple[int, int]) -> Weight:
         return DenseWeight(self.files.read(f"{module}.weight"))
+
+    def stand_in(self, module: str, shape: tuple[int, int]) -> Weight:
+        return stand_in.dense(shape, stand_in.DTYPES[self.files.index[f"{module}.weight"].dtype])

@@ -12,6 +12,7 @@ import logging
 from torch import Tensor
 
 from quantd.kernels.weights import Weight
+from quantd.quant import stand_in
 from quantd.quant.config_gptq import GPTQConfig, GPTQSettings
 from quantd.quant.errors import CheckpointError, UnsupportedModelError
 from quantd.quant.packing import affine, decode_zeros, group, stream_words, uniform_zero, unpack_stream
@@ -62,6 +63,19 @@ class GPTQFormat:
         scale_offset = affine(self.files.read(f"{module}.scales").t(), zeros.t())
         size = settings.group_size if groups > 1 else k
         return group(codes, scale_offset, bits, size, self._group_index(module, settings, groups))
+
+    def stand_in(self, module: str, shape: tuple[int, int]) -> Weight:
+        settings = self.config.settings(module)
+        groups = _num_groups(settings, shape[1])
+        acts = settings.desc_act and not self.config.static_groups and self.files.has(f"{module}.g_idx")
+        return stand_in.quantized(
+            shape,
+            settings.bits,
+            settings.group_size if groups > 1 else None,
+            stand_in.DTYPES[self.files.index[f"{module}.scales"].dtype],
+            settings.sym,
+            ordered=acts and groups > 1,
+        )
 
     def _zero_version(self, stored: Tensor, settings: GPTQSettings) -> int:
         """The convention of the zero points: the data's where a symmetric file shows it, else the label's."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantd.kernels.weights import DenseWeight, QuantizedWeight, Weight
+from quantd.quant import stand_in
 from quantd.quant.errors import CheckpointError
 from quantd.quant.gguf_blocks import BLOCK_FORMATS
 from quantd.quant.gguf_families import FAMILIES, TOP_LEVEL, Family
@@ -83,6 +84,13 @@ class GgufCheckpoint:
         name = f"{module}.weight"
         return self._decode(name, self._find(name, shape))
 
+    def stand_in(self, module: str, shape: tuple[int, int]) -> Weight:
+        """A weight of made-up values; see Checkpoint."""
+        kind = self._tensors[f"{module}.weight"].type
+        if kind in DENSE_DTYPES:
+            return stand_in.dense(shape, DENSE_DTYPES[kind])
+        return decode_blocks(_made_up_rows(shape, kind), kind)
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Tensor `name` as float32 of `shape`."""
         values = self._decode(name, self._find(name, shape)).dequantize().reshape(shape)
@@ -131,6 +139,13 @@ def decode_blocks(rows: NDArray[np.uint8], kind: str) -> QuantizedWeight:
         parts = layout.decode(rows.reshape(-1, layout.nbytes))
     codes, scale, offset = (torch.from_numpy(part.reshape(len(rows), -1)) for part in parts)
     return QuantizedWeight(codes, scale, offset, layout.bits, layout.group)
+
+
+def _made_up_rows(shape: tuple[int, int], kind: str) -> NDArray[np.uint8]:
+    """Rows of blocks of ggml type `kind`, any two bytes of which are a small positive scale."""
+    layout = BLOCK_FORMATS[kind]
+    row_bytes = shape[1] // layout.block * layout.nbytes
+    return np.random.default_rng(0).integers(0x21, 0x30, (shape[0], row_bytes), np.uint8)
 
 
 def rotary_row_order(num_rows: int, heads: int) -> NDArray[np.int64]:

@@ -8,12 +8,13 @@ import time
 from fakes import FakeRunner, make_info
 
 from quantd.engine.config import EngineConfig
-from quantd.engine.loop import Progress, serve
+from quantd.engine.errors import CapacityError
+from quantd.engine.loop import MakeRoom, Progress, serve
 from quantd.engine.ranks import Fail
 from quantd.quant.errors import CheckpointError
 
 
-def build_runner(config: EngineConfig, progress: Progress, fail: Fail) -> FakeRunner:
+def build_runner(config: EngineConfig, progress: Progress, fail: Fail, make_room: MakeRoom) -> FakeRunner:
     for done in (1, 2, 3):
         progress(done, 3)
     match config.model_path:
@@ -29,6 +30,10 @@ def build_runner(config: EngineConfig, progress: Progress, fail: Fail) -> FakeRu
             raise ZeroDivisionError("oh")
         case "exits":
             sys.exit(3)
+        case "short":
+            while (allowance := make_room(CapacityError("7 bytes are wanting", 7))).promised:
+                pass
+            return FakeRunner(make_info(num_blocks=allowance.limit or 0))
         case "hangs":
             time.sleep(600)
     return FakeRunner(make_info(num_blocks=4096), step_seconds=float(config.model_path))

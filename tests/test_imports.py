@@ -46,6 +46,7 @@ TORCH_FREE = {
         "disk_writer",
         "errors",
         "grammar",
+        "memory_plan",
         "messages",
         "plan",
         "pool_blocks",

@@ -21,13 +21,16 @@ _STOP_SECONDS = 120.0
 
 @click.command("load")
 @model_argument
+@click.option("--pin/--no-pin", default=None, help="Keep it in memory until quantd unload; or no longer.")
 @settings_options(EngineOptions)
 @client_options
 @json_option
-def load_command(name: str, socket: str | None, host: str | None, as_json: bool, **flags: object) -> None:
+def load_command(
+    name: str, pin: bool | None, socket: str | None, host: str | None, as_json: bool, **flags: object
+) -> None:
     """Load a model into memory. Options that are not given are the daemon's."""
     options = parse_flags(EngineOptions, flags)
-    info = load_model(find_daemon(client_sockets(socket), host), name, options)
+    info = load_model(find_daemon(client_sockets(socket), host), name, options, pin)
     if as_json:
         print_json(msgspec.structs.asdict(info))
     else:
@@ -69,10 +72,15 @@ def status_command(socket: str | None, host: str | None, as_json: bool) -> None:
     if as_json:
         print_json(status)
         return
-    models = ", ".join(f"{model['name']} ({model['state']})" for model in status["models"]) or "none"
+    models = ", ".join(f"{model['name']} ({_state(model)})" for model in status["models"]) or "none"
     click.echo(f"quantd {status['version']}, process {status['pid']}, up {int(status['uptime_seconds'])} s")
     click.echo(f"Listening: {', '.join(status['listening'])}")
     click.echo(f"Models:    {models}")
+    waiting = [(model["name"], wait) for model in status["models"] for wait in model.get("waiting", ())]
+    for name, wait in waiting:
+        click.echo(f"Waiting:   {name}, {wait['seconds']:.0f} s: {wait['why']}")
+    for name, reason in status.get("stopped", {}).items():
+        click.echo(f"Stopped:   {name}, its engine died too often: {reason}; again with: quantd load {name}")
 
 
 @click.command("stop")
@@ -89,15 +97,19 @@ def stop_command(socket: str | None, host: str | None, as_json: bool) -> None:
         click.echo("Stopped." if ended else f"Process {pid} still finishes its requests.")
 
 
-def load_model(client: DaemonClient, name: str, options: dict[str, Any] | None = None) -> ModelInfo:
+def load_model(
+    client: DaemonClient, name: str, options: dict[str, Any] | None = None, pin: bool | None = None
+) -> ModelInfo:
     """Load a model, with its progress on stderr; what the daemon says of it. Raises DaemonError.
 
-    `options` are fields of EngineOptions for this model alone.
+    `options` are fields of EngineOptions for this model alone. pin: see quantd.daemon.models.Models.load.
     """
+    body = {"model": name, "options": options or {}} | ({} if pin is None else {"pin": pin})
     with progress() as report:
-        for line in client.lines("/quantd/load", {"model": name, "options": options or {}}):
+        for line in client.lines("/quantd/load", body):
             if line["status"] == "loading":
-                report(f"loading {name}", line["done"], line["total"] or None)
+                stage = f"{name} {line['why']}" if line.get("why") else f"loading {name}"
+                report(stage, line["done"], line["total"] or None)
             else:
                 return _info(line["info"])
     raise DaemonError(f"The daemon ended before {name} was loaded.")
@@ -111,6 +123,12 @@ def describe(info: ModelInfo) -> str:
         f"{info.architecture} on {info.backend} kernels{ranks}, {weights} of weights, "
         f"{info.kv_dtype} KV cache of {info.kv_tokens} tokens ({cache})"
     )
+
+
+def _state(model: dict[str, Any]) -> str:
+    done, total = model["progress"]["done"], model["progress"]["total"]
+    loaded = f" {100 * done // total} %" if model["state"] == "loading" and total else ""
+    return f"{model['state']}{loaded}{', pinned' if model.get('pinned') else ''}"
 
 
 def _ps_row(model: dict[str, Any]) -> tuple[object, ...]:

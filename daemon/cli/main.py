@@ -21,6 +21,7 @@ _COMMANDS = {
     "list": "models",
     "show": "models",
     "rm": "models",
+    "plan": "plan",
     "load": "control",
     "unload": "control",
     "ps": "control",

@@ -11,10 +11,13 @@ import msgspec
 from aiohttp import web
 
 from quantd.daemon.access.scope import Scope
+from quantd.daemon.loaded_model import ModelEntry
+from quantd.daemon.models import Models
 from quantd.daemon.routes.content import TEXT, json_of, lines_of
 from quantd.daemon.routes.keys import CONTROL, service_of
 from quantd.daemon.routes.route import MODEL_REFUSALS, Route
 from quantd.daemon.status import memory_status, model_status, request_statuses
+from quantd.daemon.waits import waits_of
 from quantd.daemon.wire.control_replies import (
     Asleep,
     Awake,
@@ -26,13 +29,15 @@ from quantd.daemon.wire.control_replies import (
     Version,
 )
 from quantd.daemon.wire.errors import fault_of, json_response, openai_error
+from quantd.engine.messages import Stats
 
 
 class ModelBody(msgspec.Struct, frozen=True):
-    """Which model; `options` are engine options for a new load."""
+    """Which model; `options` are engine options for a new load. pin: whether it stays for ever now."""
 
     model: str
     options: dict[str, Any] = {}
+    pin: bool | None = None
 
 
 class CancelBody(msgspec.Struct, frozen=True):
@@ -59,19 +64,27 @@ async def status(request: web.Request) -> web.StreamResponse:
             "log": control.log,
             "request_log": None if control.request_log is None else str(control.request_log),
             "memory": memory_status(),
-            "models": [model_status(entry, stats.get(entry.name)) for entry in control.models.entries],
+            "models": [_model_status(control.models, entry, stats) for entry in control.models.entries],
             "requests": request_statuses(service_of(request).activity.requests, stats),
+            "stopped": control.models.deaths.stopped,
+            "allowance": msgspec.to_builtins(control.models.allowance(stats)),
         }
     )
 
 
+def _model_status(models: Models, entry: ModelEntry, stats: Mapping[str, Stats]) -> dict[str, Any]:
+    known = stats.get(entry.name)
+    waiting = msgspec.to_builtins(waits_of(entry, known))
+    return model_status(entry, known) | {"pinned": models.is_pinned(entry.name), "waiting": waiting}
+
+
 async def load(request: web.Request, body: ModelBody) -> web.StreamResponse:
     """POST /quantd/load: a line of JSON for each step, the last one with the model's info or an error."""
-    entry = await request.app[CONTROL].models.open(body.model, body.options)
+    entry = await request.app[CONTROL].models.load(body.model, body.options, body.pin)
     response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
     await response.prepare(request)
     async for done, total in entry.watch():
-        await _line(response, {"status": "loading", "done": done, "total": total})
+        await _line(response, {"status": "loading", "done": done, "total": total, "why": entry.note})
     try:
         model = await entry.loaded()
     # The boundary of a request once its status is out.

@@ -21,6 +21,21 @@ class Progress(TypedDict):
     total: int
 
 
+class Waiting(TypedDict):
+    """A request that waits. id: the engine's; null where it waits for its model."""
+
+    id: str | None
+    seconds: float
+    why: str
+
+
+class Allowance(TypedDict):
+    """Bytes that a model to come cannot count on, as others have been promised them; and all it may take."""
+
+    promised: int
+    limit: int | None
+
+
 class ModelStatus(TypedDict):
     """info, stats, pool: of its engine; memory_bytes: of its process.
 
@@ -34,6 +49,8 @@ class ModelStatus(TypedDict):
     stats: dict[str, Any] | None
     pool: PoolMap | None
     memory_bytes: int | None
+    pinned: bool
+    waiting: list[Waiting]
     unloads_in: float | None
 
 
@@ -46,7 +63,7 @@ class Memory(TypedDict):
 
 
 class Status(TypedDict):
-    """request_log: a file."""
+    """request_log: a file. stopped: models whose engines died too often, each with the reason."""
 
     version: str
     pid: int
@@ -57,14 +74,17 @@ class Status(TypedDict):
     memory: Memory
     models: list[ModelStatus]
     requests: list[RequestStatus]
+    stopped: dict[str, str]
+    allowance: Allowance
 
 
 class LoadLine(TypedDict):
-    """A step of a load, or its end, with what is loaded then."""
+    """A step of a load, or its end, with what is loaded then. why: what the load waits for, if it does."""
 
     status: Literal["loading", "ready"]
     done: NotRequired[int]
     total: NotRequired[int]
+    why: NotRequired[str]
     info: NotRequired[dict[str, Any]]
 
 

@@ -16,6 +16,7 @@ from aiohttp import web
 from quantd.daemon.activity import current_request_id, note_error
 from quantd.daemon.errors import (
     DiskFullError,
+    EngineStoppedError,
     ForeignSiteError,
     KeyNeededError,
     KeyNotFoundError,
@@ -91,6 +92,7 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (NotServedError, 501, "server_error", "not_supported"),
     (OverloadedError, 429, "rate_limit_error", "overloaded"),
     (CapacityError, 503, "server_error", "insufficient_memory"),
+    (EngineStoppedError, 503, "server_error", "engine_stopped"),
     (EngineDiedError, 503, "server_error", "engine_died"),
     (CheckpointError, 500, "server_error", "model_load_failed"),
     (UnsupportedModelError, 500, "server_error", "model_load_failed"),

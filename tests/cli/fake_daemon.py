@@ -75,6 +75,8 @@ STATUS = {
             "name": "tiny",
             "state": "ready",
             "progress": {"done": 100, "total": 100},
+            "pinned": True,
+            "waiting": [{"id": "7-0", "seconds": 12.4, "why": "behind 2 requests"}],
             "info": INFO,
             "stats": msgspec.to_builtins(STATS),
             "pool": {
@@ -93,6 +95,8 @@ STATUS = {
             "stats": None,
             "pool": None,
             "memory_bytes": None,
+            "pinned": False,
+            "waiting": [],
             "unloads_in": None,
         },
     ],
@@ -101,6 +105,7 @@ STATUS = {
         request("aider", "POST /v1/chat/completions", "waiting"),
         request("vim", "POST /infill", "prefill", computed_tokens=512),
     ],
+    "stopped": {"bad": "it was killed"},
 }
 MODELS = {"data": [{"id": "big"}, {"id": "tiny", "max_model_len": 1600}]}
 _READY = {"status": "ready", "info": INFO}

@@ -110,7 +110,10 @@ def test_ps_and_status(quantd, fake_daemon: FakeDaemon) -> None:
     ]
     assert json.loads(quantd("ps", "--json", **at).stdout) == STATUS["models"]
     assert json.loads(quantd("status", "--json", **at).stdout) == STATUS
-    assert "up 61 s" in quantd("status", **at).stdout
+    told = quantd("status", **at).stdout
+    assert "up 61 s" in told and "tiny (ready, pinned), big (loading 25 %)" in told
+    assert "tiny, 12 s: behind 2 requests" in told
+    assert "bad, its engine died too often: it was killed; again with: quantd load bad" in told
 
 
 def test_load_unload_stop(quantd, fake_daemon: FakeDaemon) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.loaded_model import Progress
 from quantd.daemon.store import plain_name
+from quantd.engine.client import MakeRoom
 from quantd.engine.config import EngineConfig
-from quantd.engine.errors import EngineDiedError
+from quantd.engine.errors import CapacityError, EngineDiedError, NotBegunError
 from quantd.engine.messages import ModelInfo, PoolMap, Queue, RequestStats, Stats
 from quantd.engine.request import Request, TokenEvent, TokenLogprob
 
@@ -49,7 +50,7 @@ def repeat_prompt(request: Request) -> Sequence[int]:
 class ScriptedEngine:
     """Each step gives one token of the script. `gate`, while cleared, holds all steps.
 
-    queue: where it says that its requests are.
+    queue: where it says that its requests are. begins: whether requests have begun when it dies.
     """
 
     def __init__(self, script: Script = repeat_prompt, info: ModelInfo = INFO) -> None:
@@ -62,6 +63,9 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.forgotten: list[list[int]] = []
         self.dropped: list[Sequence[bytes] | None] = []
+        self.blocks_touched = 0
+        self.begins = True
+        self.queued: list[tuple[str, float]] = []
         self.closed = False
         self.num_steps = 0
         self.queue: Queue = "running"
@@ -87,7 +91,7 @@ class ScriptedEngine:
         waiters = [asyncio.ensure_future(self.gate.wait()), self.died]
         await asyncio.wait(waiters, return_when=asyncio.FIRST_COMPLETED)
         if self.died.done():
-            raise EngineDiedError(self.died.result())
+            raise (EngineDiedError if self.begins else NotBegunError)(self.died.result())
 
     def _events(self, request: Request) -> Sequence[TokenEvent]:
         if request.embedding is not None:
@@ -131,6 +135,10 @@ class ScriptedEngine:
         likeliest = [(token, -0.5), (60, -1.5), (61, -math.inf)]
         return TokenLogprob(token, -0.5, likeliest[:top])
 
+    @property
+    def unbegun(self) -> Sequence[tuple[str, float]]:
+        return self.queued
+
     def forget(self, prompt: Sequence[int], salt: str) -> None:
         self.forgotten.append(list(prompt))
 
@@ -144,6 +152,7 @@ class ScriptedEngine:
             blocks_total=64,
             blocks_free=64 - held,
             steps=self.num_steps,
+            blocks_touched=self.blocks_touched,
             generated_tokens=7,
             aborts=len(self.aborted),
             requests=[self._request_stats(request) for request in self.running.values()] if detail else [],
@@ -198,17 +207,25 @@ class FakeStore:
 
 @dataclass
 class Engines:
-    """Starts engines and keeps them. `failures` are raised by the next starts, first one first."""
+    """Starts engines and keeps them. `failures` are raised by the next starts, first one first.
+
+    `shortages`: bytes that the next start finds wanting, one after the other.
+    """
 
     script: Script = repeat_prompt
     info: ModelInfo = INFO
     started: list[ScriptedEngine] = field(default_factory=list)
     configs: list[EngineConfig] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
+    shortages: list[int] = field(default_factory=list)
+    urgent: bool = True
     release: asyncio.Event | None = None
 
-    async def start(self, config: EngineConfig, on_progress: Progress) -> ScriptedEngine:
+    async def start(self, config: EngineConfig, on_progress: Progress, make_room: MakeRoom) -> ScriptedEngine:
         self.configs.append(config)
+        while self.shortages:
+            size = self.shortages.pop(0)
+            await make_room(CapacityError(f"{size} bytes are wanting", size, self.urgent))
         for done in (0, 500, 1000):
             on_progress(done, 1000)
             await asyncio.sleep(0)

@@ -80,7 +80,11 @@ def test_a_named_file_is_read_in_place_of_the_default_one(tmp_path: Path) -> Non
     ("toml", "message"),
     [
         ("prot = 1", "quantd.toml: prot: no such key; did you mean port?"),
-        ("zzz = 1", "known keys: socket, host, port, model, drain_seconds, keep_alive, hang_seconds"),
+        (
+            "zzz = 1",
+            "known keys: socket, host, port, model, drain_seconds, keep_alive, hang_seconds, pin, "
+            "max_models, max_memory, memory_wait",
+        ),
         ("[engine]\nkv_dtyp = 1", "quantd.toml: engine.kv_dtyp: no such key; did you mean kv_dtype?"),
         ("[engine]\nkv_dtype = 'q9'", "engine.kv_dtype: 'q9' is not accepted; use one of int8, fp16"),
         ("[engine]\nsplit = '1,x'", "engine.split: '1,x' is not accepted; use auto, or shares such as 3,1"),

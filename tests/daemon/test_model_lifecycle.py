@@ -8,6 +8,7 @@ import logging
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemon_in_loop import in_loop
@@ -23,7 +24,7 @@ from quantd.quant.errors import CheckpointError
 
 @contextlib.asynccontextmanager
 async def models_of(
-    folder: Path, names: str, default: str | None = None, keep_alive: float = math.inf
+    folder: Path, names: str, default: str | None = None, keep_alive: float = math.inf, **limits: Any
 ) -> AsyncIterator[tuple[Models, Engines]]:
     store, engines = FakeStore(), Engines()
     for name in names.split():
@@ -35,6 +36,7 @@ async def models_of(
         default,
         drain_seconds=0.05,
         keep_alive=keep_alive,
+        **limits,
     )
     yield models, engines
     await models.close()

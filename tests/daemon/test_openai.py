@@ -13,7 +13,7 @@ from daemon_in_loop import Daemon, case, in_loop, running_daemon
 
 from quantd.daemon.errors import GenerationError
 from quantd.daemon.tokenizer import Tokenizer
-from quantd.engine.errors import CapacityError, EngineDiedError
+from quantd.engine.errors import CapacityError
 from quantd.quant.errors import UnsupportedModelError
 
 CHAT = "/v1/chat/completions"
@@ -490,7 +490,6 @@ async def test_statuses_of_what_cannot_be_served() -> None:
         for failure, status in (
             (UnsupportedModelError("architecture X"), 500),
             (CapacityError("no memory"), 503),
-            (EngineDiedError("gone"), 503),
             (RuntimeError("a bug"), 500),
         ):
             daemon.engines.failures.append(failure)

@@ -15,8 +15,14 @@ import pytest
 from fakes import FATAL_TOKEN, continuation, make_info, make_request
 
 from quantd.engine.client import EngineClient
-from quantd.engine.config import EngineConfig
-from quantd.engine.errors import CapacityError, ContextLengthError, EngineDiedError, RequestError
+from quantd.engine.config import Allowance, EngineConfig
+from quantd.engine.errors import (
+    CapacityError,
+    ContextLengthError,
+    EngineDiedError,
+    NotBegunError,
+    RequestError,
+)
 from quantd.engine.request import Request, TokenEvent
 from quantd.quant.errors import CheckpointError
 
@@ -149,6 +155,57 @@ async def test_a_killed_engine_ends_every_stream_with_the_reason() -> None:
         for call in (lambda: collect(client, make_request("late", [1])), client.stats):
             with pytest.raises(EngineDiedError, match="SIGKILL"):
                 await call()
+
+
+@run
+async def test_requests_that_a_killed_engine_had_not_begun_are_told_apart() -> None:
+    config = EngineConfig(model_path="0.01", max_num_requests=2)
+    client = await EngineClient.start(config, command=COMMAND)
+    tasks = [asyncio.create_task(collect(client, make_request(f"r{n}", [n]))) for n in range(5)]
+    await until(lambda: is_running(client, 2))
+    stats = await client.stats()
+    assert (stats.num_waiting, stats.waits_for) == (3, "seat")
+    assert [id for id, seconds in client.unbegun if seconds < 30] == ["r2", "r3", "r4"]
+    os.kill(client.pid, signal.SIGKILL)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineDiedError] * 2 + [NotBegunError] * 3
+    with pytest.raises(NotBegunError, match="SIGKILL"):
+        client.generate(make_request("late", [1]))
+    await client.close()
+    assert client.unbegun == []
+
+
+@run
+async def test_closing_fails_requests_that_had_not_begun_too() -> None:
+    config = EngineConfig(model_path="0.01", max_num_requests=1)
+    client = await EngineClient.start(config, command=COMMAND)
+    tasks = [asyncio.create_task(collect(client, make_request(f"r{n}", [n]))) for n in range(2)]
+    await until(lambda: is_running(client, 1))
+    await client.close()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineDiedError] * 2
+
+
+@run
+async def test_a_load_that_is_short_of_memory_waits_for_room() -> None:
+    asked: list[tuple[str, int]] = []
+
+    async def make_room(error: CapacityError) -> Allowance:
+        asked.append((str(error), error.shortage))
+        return Allowance(promised=2 - len(asked), limit=32)
+
+    client = await EngineClient.start(EngineConfig(model_path="short"), None, make_room, command=COMMAND)
+    assert asked == [("7 bytes are wanting", 7)] * 2 and client.info.num_blocks == 32
+    await client.close()
+
+    async def refuse(error: CapacityError) -> Allowance:
+        raise error
+
+    for make in (refuse, None):
+        with pytest.raises(CapacityError, match="7 bytes") as caught:
+            await EngineClient.start(EngineConfig(model_path="short"), None, make, command=COMMAND)
+        assert caught.value.shortage == 7
+    assert psutil.Process().children() == []
 
 
 @run

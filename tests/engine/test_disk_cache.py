@@ -22,7 +22,7 @@ from quantd.engine.loop import EngineLoop, Incoming
 from quantd.engine.messages import Abort, Add, Drop, Events, Forget, FromEngine, GetStats, Save, Saved, Stats
 from quantd.engine.plan import Plan, StepOutput
 from quantd.engine.prefix_cache import block_keys
-from quantd.engine.request import Request
+from quantd.engine.request import Request, TokenEvent
 from quantd.engine.scheduler import Scheduler
 
 BLOCK = 4
@@ -93,6 +93,11 @@ class Engine:
             return not self.disk._chains and (writer is None or writer._writing is None)
         return True
 
+    def events(self, start: int = 0) -> list[TokenEvent]:
+        """What was told, from a frame on."""
+        frames = [frame for frame in self.sent[start:] if isinstance(frame, Events)]
+        return [event for frame in frames for event in frame.events]
+
     def serve(self, *requests: Request) -> list[Completion]:
         completions = {request.id: Completion() for request in requests}
         for request in requests:
@@ -104,9 +109,8 @@ class Engine:
 
         def take() -> bool:
             nonlocal start
-            for frame in self.sent[start:]:
-                for event in frame.events if isinstance(frame, Events) else ():
-                    completions[event.request_id].add(event)
+            for event in self.events(start):
+                completions[event.request_id].add(event)
             start = len(self.sent)
             return ended()
 
@@ -301,7 +305,7 @@ def test_others_are_served_while_a_request_waits_for_the_disk(
     engine.inbox.put(Add(make_request("short", [9] * 5, max_tokens=3)))
     for _ in range(3):
         engine.step()
-    ended = [event.request_id for frame in engine.sent for event in frame.events if event.finish_reason]
+    ended = [event.request_id for event in engine.events() if event.finish_reason]
     assert ended == ["short"]
     engine.until(engine.is_done)
     assert engine.disk.num_read == 12
@@ -317,7 +321,7 @@ def test_an_abort_while_the_disk_is_read(tmp_path: Path, monkeypatch: pytest.Mon
     engine.inbox.put(Abort("a"))
     engine.inbox.put(Abort("b"))
     engine.until(engine.is_done)
-    reasons = {e.request_id: e.finish_reason for f in engine.sent for e in f.events if e.finish_reason}
+    reasons = {e.request_id: e.finish_reason for e in engine.events() if e.finish_reason}
     assert reasons == {"a": "abort", "b": "abort", "c": "length"}
 
 
@@ -332,7 +336,7 @@ def test_a_small_pool_takes_what_it_has_room_for(tmp_path: Path) -> None:
     engine.inbox.put(Add(make_request("late", PROMPT, max_tokens=2)))
     engine.until(engine.is_done)
     answers: dict[str, list[int]] = {"big": [], "late": []}
-    for event in (event for frame in engine.sent for event in frame.events):
+    for event in engine.events():
         answers[event.request_id] += event.token_ids
     assert answers["big"] == continuation(first, info)[0]
     assert answers["late"] == continuation(make_request("late", PROMPT, max_tokens=2), info)[0]

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from quantd.engine.config import EngineConfig
+from quantd.engine.config import Allowance, EngineConfig
 from quantd.engine.errors import CapacityError
 from quantd.engine.machine import available_memory
-from quantd.engine.memory import cpu_room, gpu_room, plan_blocks, plan_rank_blocks, reserve, workspace_bytes
+from quantd.engine.memory import (
+    GOOD_LEN,
+    cpu_room,
+    gpu_room,
+    plan_blocks,
+    plan_rank_blocks,
+    reserve,
+    workspace_bytes,
+)
+from quantd.engine.memory_plan import plan_memory
 from quantd.engine.models.spec import DecoderSpec, LayerSpec
 from quantd.engine.rank_messages import RankLoaded
 from quantd.kernels.machine import physical_cores
@@ -146,6 +159,67 @@ def test_a_gpu_without_room_is_refused_with_what_is_set_aside() -> None:
     ):
         plan_blocks(config(), 8192, MIB, gpu_room(2148 * MIB, GIB, GIB))
     assert gpu_room(GIB, GIB, GIB).limit == 0
+
+
+def test_what_other_engines_were_promised_is_not_counted_on() -> None:
+    ranks = [rank("cpu", MIB, 16 * GIB)]
+    allowed = msgspec.structs.replace(config(), allowance=Allowance(promised=8 * GIB))
+    assert plan_rank_blocks(allowed, 2048, ranks) == plan_blocks(config(), 2048, MIB, cpu_room(8 * GIB))
+    gpu = [rank("cuda:0", MIB, 16 * GIB)]
+    assert plan_rank_blocks(allowed, 1 << 20, gpu) == plan_rank_blocks(config(), 1 << 20, gpu)
+
+
+def test_a_limit_holds_for_weights_and_pool_together() -> None:
+    ranks = [RankLoaded(device="cpu", weight_bytes=GIB, block_bytes=MIB, available=16 * GIB)]
+    allowed = msgspec.structs.replace(config(), allowance=Allowance(limit=3 * GIB))
+    assert plan_rank_blocks(allowed, 1 << 20, ranks) == 2048
+    with pytest.raises(CapacityError) as caught:
+        plan_rank_blocks(msgspec.structs.replace(allowed, kv_memory=4 * GIB), 1 << 20, ranks)
+    assert caught.value.shortage == 2 * GIB
+
+
+@given(free=st.integers(-(64 << 30), 8 << 30), blocks=st.integers(1, 1 << 14), gpu=st.booleans())
+def test_a_shortage_is_what_must_become_free(free: int, blocks: int, gpu: bool) -> None:
+    asked = config(max_model_len=16 * blocks)
+
+    def plan(free: int) -> int:
+        return plan_rank_blocks(asked, 16 * blocks, [rank("cuda:0" if gpu else "cpu", MIB, free)], GIB * gpu)
+
+    try:
+        assert plan(free) >= blocks
+    except CapacityError as error:
+        assert error.shortage > 0
+        assert plan(free + error.shortage) >= blocks
+        with pytest.raises(CapacityError):
+            plan(free + error.shortage - 3)
+
+
+def test_kv_memory_that_is_not_there_is_refused() -> None:
+    with pytest.raises(CapacityError, match="4096 MiB was asked for, but 3072 MiB") as caught:
+        plan_rank_blocks(config(kv_memory=4 * GIB), 1 << 20, [rank("cpu", MIB, 3 * GIB)])
+    assert caught.value.shortage == GIB
+
+
+def test_a_plan_tells_all_numbers_and_refuses_with_them() -> None:
+    ranks = [RankLoaded(device="cpu", weight_bytes=3 * 10**9, block_bytes=10**6, available=10**9)]
+    allowed = msgspec.structs.replace(config(), allowance=Allowance(promised=5 * 10**8, limit=4 * 10**9))
+    plan = plan_memory(allowed, "cpu avx2", 8192, ranks)
+    assert plan.refusal() is None
+    assert plan.table == [
+        ("weights", "3.0 GB"),
+        ("KV a 1000 tokens", "62.5 MB (int8)"),
+        ("workspace", "0 B"),
+        ("left to others", "250.0 MB"),
+        ("free", "3.5 GB on cpu, beside 500.0 MB of other models"),
+        ("limit", "4.0 GB (max_memory, less other models)"),
+        ("KV cache", f"{plan.kv_tokens} tokens ({plan.num_blocks}.0 MB)"),
+    ]
+    assert plan.num_blocks == 250 and plan.kv_bytes_of(17) == 2 * 10**6
+    short = plan_memory(msgspec.structs.replace(allowed, max_model_len=8192), "cpu avx2", 8192, ranks)
+    refusal = short.refusal()
+    assert refusal is not None and refusal.shortage == short.shortage > 0 == short.kv_tokens
+    assert re.match(r"(?s)one request of 8192 tokens takes.*\n  weights +3.0 GB\n.*wanting", str(refusal))
+    assert plan_memory(allowed, "cpu avx2", 8192, ranks, least_len=GOOD_LEN).fault is not None
 
 
 def test_the_device_with_the_least_room_decides() -> None:

@@ -501,3 +501,45 @@ def assert_prompt_logprobs_right(engine: Engine, request: Request) -> None:
     assert [(entry.token_id, entry.logprob) for entry in entries] == [
         (prompt[position], float(next_token(prompt[:position]))) for position in range(1, len(prompt))
     ]
+
+
+def test_what_the_head_of_the_queue_has_not_got_is_told() -> None:
+    engine = Engine(num_blocks=8, max_num_tokens=4, max_num_requests=2)
+    assert engine.scheduler.stats().waits_for == ""
+    engine.add(make_request("a", [1] * 6, max_tokens=20), make_request("b", [2], max_tokens=8))
+    engine.step()
+    assert engine.scheduler.stats().waits_for == "tokens"
+    engine.step()
+    engine.add(make_request("c", [3], max_tokens=1))
+    engine.step()
+    assert engine.scheduler.stats().waits_for == "seat"
+    engine.abort("b")
+    engine.abort("c")
+    engine.add(make_request("d", [4] * 24, max_tokens=1))
+    engine.step()
+    assert engine.scheduler.stats().waits_for == "blocks"
+    engine.finish()
+    assert engine.scheduler.stats().waits_for == ""
+
+
+def test_each_request_is_told_once_when_it_begins() -> None:
+    engine = Engine(num_blocks=6, max_num_tokens=8)
+    names = [f"r{n}" for n in range(4)]
+    engine.add(*(make_request(name, [n] * 5, max_tokens=12) for n, name in enumerate(names)))
+    begun: list[str] = []
+    while engine.scheduler.has_work:
+        engine.step()
+        begun += engine.scheduler.take_admitted()
+    assert begun == names and engine.scheduler.counters.preemptions
+
+
+def test_blocks_touched_are_all_that_were_ever_used() -> None:
+    engine = Engine(num_blocks=16)
+    touched: set[int] = set()
+    for n in range(12):
+        engine.add(make_request(f"r{n}", [n % 5] * (1 + 3 * n % 11), max_tokens=1 + n % 4))
+        while engine.scheduler.has_work:
+            plan = engine.scheduler.schedule()
+            touched |= {block for entry in plan.entries for block in entry.blocks}
+            engine.scheduler.update(plan, engine.runner.run(plan))
+            assert engine.scheduler.stats().blocks_touched == len(touched)
