@@ -16,7 +16,7 @@ USUAL_BYTES = 10 * 10**9
 MAX_AGE_SECONDS = 30 * 86400.0
 
 _DISK_SHARE = 4
-# Several processes may write. Each looks again after a sixteenth of the bound, and makes room for two.
+# Two processes may write at a time: each makes room for two sixteenths of the bound, writes one, looks again.
 _LOOK_SHARE, _ROOM_SHARE = 16, 8
 _PARTIAL_SECONDS = 3600.0
 _KIND = re.compile(r"[0-9a-f]{32}")
@@ -60,7 +60,7 @@ class DiskSpace:
         files = sorted(self._files())
         total = sum(file.num_bytes for file in files)
         limit = self._bound(total)
-        target = limit - max(limit // _ROOM_SHARE, num_bytes) if total + num_bytes > limit else limit
+        target = limit - max(limit // _ROOM_SHARE, num_bytes)
         oldest_ns = int((self._clock() - MAX_AGE_SECONDS) * 1e9)
         for file in files:
             if not file.pinned and (file.used_ns < oldest_ns or total > target):

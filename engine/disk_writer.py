@@ -25,7 +25,7 @@ _LOOKS_A_TURN = 64
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class Chain:
     """The blocks of a prefix in order: their keys, that before the first, and how many are dealt with."""
 
@@ -104,10 +104,10 @@ class BlockWriter:
         if keys is None:
             self._chains.clear()
             return
-        for chain in list(self._chains):
-            if any(key in keys for key in chain.keys):
-                self._chains.remove(chain)
-        for key in keys:
+        gone = set(keys)
+        for chain in [chain for chain in self._chains if not gone.isdisjoint(chain.keys)]:
+            self._chains.remove(chain)
+        for key in gone:
             self._folder.remove(key)
 
     def _next(self, cache: CacheManager) -> _Block | None:
