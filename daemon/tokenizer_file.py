@@ -1,4 +1,4 @@
-"""tokenizer.json as hostile input: no little text becomes a huge one, and panics are told as errors."""
+"""tokenizer.json as hostile input: no little text becomes a huge one, and what fails is told as an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
         growth = _growth([steps.normalizer, steps.pre_tokenizer]), _growth(steps.decoder)
         if max(growth) > _MOST_GROWTH:
             raise CheckpointError(f"{file}: its steps could make a text {max(growth):g} times as long")
-        with panics_told():
+        with failures_told():
             return tokenizers.Tokenizer.from_file(str(file))
     except CheckpointError:
         raise
@@ -66,14 +66,14 @@ def _is_expression(pattern: object) -> bool:
 
 
 @contextmanager
-def panics_told() -> Iterator[None]:
-    """A text that makes the library panic, as one does whose cut takes a regular expression too long.
+def failures_told() -> Iterator[None]:
+    """A text on which the library fails, as one whose cut takes a regular expression too long.
 
-    Raises RequestError in place of the bindings' own exception, which is no Exception.
+    Raises RequestError in place of the bindings' bare Exception, and of their panic, which is none.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ != "PanicException":
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         raise RequestError(f"the model's tokenizer fails on this text: {error}", "messages") from error
