@@ -34,7 +34,8 @@ async def chat_format(model: LoadedModel, request: ChatRequest) -> ChatFormat:
     """How the model is asked: with the request's own template, if it has one. Raises RequestError."""
     if request.template is not None:
         try:
-            template = await asyncio.to_thread(model.tokenizer.chat_template, request.template)
+            async with model.guests:
+                template = await asyncio.to_thread(model.tokenizer.chat_template, request.template)
             return ChatFormat(template, model.tokenizer)
         except CheckpointError as error:
             raise RequestError(f"template: {error}; it must be Jinja, not Go", "template") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from aiohttp import web
@@ -54,7 +55,7 @@ def _is_here(library: Library, spec: str) -> bool:
 async def create(request: web.Request, body: CreateBody) -> web.StreamResponse:
     """POST /api/create"""
     library = request.app[LIBRARY]
-    job = body.job(str(library.store.root), library.blobs)
+    job = await asyncio.to_thread(body.job, str(library.store.root), library.blobs)
     return await _tell(request, _creating(library, job), body.stream)
 
 
