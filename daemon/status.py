@@ -22,8 +22,8 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A request under way. phase: its model loads; its prompt is made; its grammar is compiled; it waits for
     its turn; its prompt is computed; its answer is; all is computed and not all taken.
 
-    computed_tokens: of prompt_tokens, cached ones included. tokens_per_second: of the answer, since its first
-    token.
+    why: it waits, in words. computed_tokens: of prompt_tokens, cached ones included. tokens_per_second: of
+    the answer, since its first token.
     """
 
     id: str
@@ -31,6 +31,7 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     route: str
     model: str | None
     phase: Phase
+    why: str | None
     seconds: float
     choices: int
     prompt_tokens: int
@@ -41,16 +42,18 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def request_statuses(
-    records: Iterable[RequestRecord], stats: Mapping[str, Stats], now: float | None = None
+    records: Iterable[RequestRecord], stats: Mapping[str, Stats], reasons: Mapping[str, str]
 ) -> list[RequestStatus]:
-    """How far each is, by what engines told in detail. now: of time.monotonic."""
+    """How far each is, by what engines told in detail. reasons: see quantd.daemon.waits."""
     inside = {request.id: request for engine in stats.values() for request in engine.requests}
-    at = time.monotonic() if now is None else now
-    return [_request_status(record, inside, at) for record in records]
+    return [_request_status(record, inside, reasons) for record in records]
 
 
-def _request_status(record: RequestRecord, inside: Mapping[str, RequestStats], now: float) -> RequestStatus:
+def _request_status(
+    record: RequestRecord, inside: Mapping[str, RequestStats], reasons: Mapping[str, str]
+) -> RequestStatus:
     works = record.works
+    phase = _phase(record, inside)
     peer = record.peer
     return RequestStatus(
         id=record.id,
@@ -63,8 +66,9 @@ def _request_status(record: RequestRecord, inside: Mapping[str, RequestStats], n
         },
         route=record.route or record.target,
         model=record.model,
-        phase=_phase(record, inside),
-        seconds=now - record.started,
+        phase=phase,
+        why=_why(record, phase, reasons),
+        seconds=time.monotonic() - record.started,
         choices=len(works),
         prompt_tokens=sum(work.prompt_len for work in works),
         computed_tokens=sum(_num_computed(work, inside.get(work.id)) for work in works),
@@ -72,6 +76,13 @@ def _request_status(record: RequestRecord, inside: Mapping[str, RequestStats], n
         output_tokens=sum(work.num_tokens for work in works),
         tokens_per_second=_rate(works),
     )
+
+
+def _why(record: RequestRecord, phase: Phase, reasons: Mapping[str, str]) -> str | None:
+    if phase == "loading":
+        return reasons.get(record.model or "")
+    waits = [reasons[work.id] for work in record.works if work.id in reasons]
+    return waits[0] if waits and phase == "waiting" else None
 
 
 def _phase(record: RequestRecord, inside: Mapping[str, RequestStats]) -> Phase:

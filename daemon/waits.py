@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -33,6 +34,14 @@ def waits_of(entry: ModelEntry, stats: Stats | None) -> list[Wait]:
         for place, (id, seconds) in enumerate(entry.model.engine.unbegun):
             waits.append(Wait(id, seconds, _queued(place, stats or Stats())))
     return waits
+
+
+def reasons(entries: Iterable[ModelEntry], stats: Mapping[str, Stats]) -> dict[str, str]:
+    """Why engine requests wait, by id; and why those do that want a model which loads, by its name."""
+    found = {entry.name: _loading(entry) for entry in entries if entry.model is None}
+    for entry in entries:
+        found |= {wait.id: wait.why for wait in waits_of(entry, stats.get(entry.name)) if wait.id is not None}
+    return found
 
 
 def _loading(entry: ModelEntry) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,6 +18,7 @@ Status: TypeAlias = Mapping[str, Any]
 # Rows of a model and its map, and of the lines around the tables.
 _ROWS_A_MODEL = 4
 _ROWS_AROUND = 6
+_MOST_REASONS = 3
 _PHASES = ("decode", "prefill", "sending", "preparing", "grammar", "waiting", "loading")
 _STYLES = {
     "decode": "green",
@@ -167,6 +168,9 @@ def _requests(
 ) -> Sequence[RenderableType]:
     if not requests:
         return [Text("No request is under way.", style="dim")]
+    ordered = sorted(requests, key=lambda request: (_PHASES.index(request["phase"]), -request["seconds"]))
+    reasons = list(_reasons(ordered, width))
+    shown = ordered if room is None else ordered[: max(room - len(reasons), 1)]
     table = Table(box=None, pad_edge=False, width=width, header_style="bold")
     table.add_column("CLIENT", ratio=3, no_wrap=True, overflow="ellipsis")
     table.add_column("REQUEST", ratio=4, no_wrap=True, overflow="ellipsis")
@@ -174,12 +178,19 @@ def _requests(
     table.add_column("DOES", ratio=3, no_wrap=True, overflow="ellipsis")
     for name in ("IN", "CACHED", "OUT", "TOK/S", "TIME"):
         table.add_column(name, justify="right", no_wrap=True)
-    ordered = sorted(requests, key=lambda request: (_PHASES.index(request["phase"]), -request["seconds"]))
-    shown = ordered if room is None else ordered[:room]
     for request in shown:
         table.add_row(*_row(request))
     rest = len(ordered) - len(shown)
-    return [table, Text(f"and {rest} more", style="dim")] if rest else [table]
+    return [table, *([Text(f"and {rest} more", style="dim")] if rest else []), *reasons]
+
+
+def _reasons(requests: Sequence[Mapping[str, Any]], width: int) -> Iterator[Text]:
+    """Why those at the head of the queue wait."""
+    waiting = [request for request in requests if request["why"]]
+    for request in waiting[:_MOST_REASONS]:
+        line = Text(f"{request['client']['name']}: {request['why']}", style="yellow")
+        line.truncate(width, overflow="ellipsis")
+        yield line
 
 
 def _row(request: Mapping[str, Any]) -> tuple[RenderableType, ...]:
@@ -189,7 +200,7 @@ def _row(request: Mapping[str, Any]) -> tuple[RenderableType, ...]:
         Text(request["client"]["name"]),
         Text(_short(request["route"])),
         Text(request["model"] or "-"),
-        Text(request.get("waits_for") or request["phase"], style=_STYLES.get(request["phase"], "none")),
+        Text(request["phase"], style=_STYLES.get(request["phase"], "none")),
         tokens,
         _count(request["cached_tokens"]),
         _count(request["output_tokens"]),

@@ -17,7 +17,7 @@ from quantd.daemon.routes.content import TEXT, json_of, lines_of
 from quantd.daemon.routes.keys import CONTROL, service_of
 from quantd.daemon.routes.route import MODEL_REFUSALS, Route
 from quantd.daemon.status import memory_status, model_status, request_statuses
-from quantd.daemon.waits import waits_of
+from quantd.daemon.waits import reasons, waits_of
 from quantd.daemon.wire.control_replies import (
     Asleep,
     Awake,
@@ -55,6 +55,7 @@ async def status(request: web.Request) -> web.StreamResponse:
     """GET /quantd/status"""
     control = request.app[CONTROL]
     stats = await control.models.stats(detail=True)
+    whys = reasons(control.models.entries, stats)
     return json_response(
         {
             "version": control.version,
@@ -65,7 +66,7 @@ async def status(request: web.Request) -> web.StreamResponse:
             "request_log": None if control.request_log is None else str(control.request_log),
             "memory": memory_status(),
             "models": [_model_status(control.models, entry, stats) for entry in control.models.entries],
-            "requests": request_statuses(service_of(request).activity.requests, stats),
+            "requests": request_statuses(service_of(request).activity.requests, stats, whys),
             "stopped": control.models.deaths.stopped,
             "allowance": msgspec.to_builtins(control.models.allowance(stats)),
         }

@@ -56,6 +56,7 @@ def request(client: str, route: str, phase: str, **tokens: int) -> dict[str, Any
         "route": route,
         "model": "tiny",
         "phase": phase,
+        "why": "behind 2 running requests" if phase == "waiting" else None,
         "seconds": 12.0,
         "choices": 1,
         "tokens_per_second": rate,

@@ -58,6 +58,7 @@ def test_fits_80_columns_and_says_what_matters() -> None:
     assert [row.split()[0] for row in rows] == ["zed", "vim", "aider"], "what runs comes first"
     assert "decode" in rows[0] and "41" in rows[0] and "25.5" in rows[0] and "12 s" in rows[0]
     assert "512/900" in rows[1] and "waiting" in rows[2]
+    assert lines[-1] == "aider: behind 2 running requests"
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])

@@ -46,6 +46,7 @@ async def test_a_request_is_followed_from_its_load_to_its_end() -> None:
         asked = asyncio.create_task(post())
         request = await until_phase(daemon, "loading")
         assert (request["id"], request["model"]) == ("mine-1", "tiny")
+        assert request["why"].startswith("tiny is loading")
         assert request["route"] == "POST /v1/chat/completions"
         client = request["client"]
         assert (client["id"], client["pid"]) == (f"uid:{os.getuid()}", os.getpid())
@@ -170,9 +171,9 @@ def test_the_farthest_choice_tells_the_phase() -> None:
 
     def phase(queue: Queue | None = None) -> str:
         if queue is None:
-            return request_statuses([record], {})[0].phase
+            return request_statuses([record], {}, {})[0].phase
         state = RequestStats(id="a", queue=queue, num_tokens=10, num_computed=6, num_blocks=1)
-        return request_statuses([record], {"m": Stats(requests=[state])})[0].phase
+        return request_statuses([record], {"m": Stats(requests=[state])}, {})[0].phase
 
     assert phase() == "loading"
     record.got_model("m")
@@ -187,14 +188,30 @@ def test_the_farthest_choice_tells_the_phase() -> None:
     assert phase() == "sending"
 
 
+def test_those_that_wait_say_why() -> None:
+    record = RequestRecord("r", Peer())
+    record.model = "m"
+    reasons = {"m": "m is loading, 5 %", "a": "behind 2 running requests"}
+
+    def why(queue: Queue) -> str | None:
+        state = RequestStats(id="a", queue=queue, num_tokens=10, num_computed=6, num_blocks=1)
+        return request_statuses([record], {"m": Stats(requests=[state])}, reasons)[0].why
+
+    assert why("waiting") == "m is loading, 5 %"
+    record.got_model("m")
+    assert why("waiting") is None, "its prompt is made"
+    record.works.append(make_progress())
+    assert (why("waiting"), why("running")) == ("behind 2 running requests", None)
+
+
 def test_rates_are_those_of_the_answer() -> None:
     record = RequestRecord("r", Peer())
     record.works.append(make_progress(tokens=1))
-    assert request_statuses([record], {})[0].tokens_per_second is None
+    assert request_statuses([record], {}, {})[0].tokens_per_second is None
     record.works.append(make_progress(tokens=5))
     work = record.works[-1]
     assert work.first is not None
-    (status,) = request_statuses([record], {})
+    (status,) = request_statuses([record], {}, {})
     assert status.tokens_per_second == pytest.approx(4 / (work.latest - work.first))
     assert (status.prompt_tokens, status.cached_tokens, status.output_tokens) == (20, 8, 6)
 
