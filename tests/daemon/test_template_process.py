@@ -121,13 +121,12 @@ async def test_the_daemon_answers_others_while_a_template_runs() -> None:
             asyncio.create_task(daemon.post("/v1/chat/completions", looping)),
             asyncio.create_task(daemon.post("/api/generate", generate)),
         ]
-        clock, longest = asyncio.get_running_loop().time, 0.0
+        num_answered = 0
         while not all(task.done() for task in hostile):
-            started = clock()
             assert (await daemon.get("/quantd/version"))[0] == 200
-            longest = max(longest, clock() - started)
+            num_answered += 1
             await asyncio.sleep(0.02)
-        assert longest < 0.5
+        assert num_answered > 5, "a loop that waits for a template answers once or twice"
         for status, body in [task.result() for task in hostile]:
             assert status == 400 and "takes longer than 1 s" in str(body)
         assert (await daemon.post("/v1/chat/completions", chat))[0] == 200
