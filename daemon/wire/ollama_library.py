@@ -153,7 +153,7 @@ def new_name(name: str, field: str) -> str:
 def progress_line(job: Job, step: Step) -> Mapping[str, Any]:
     """A step of a job. Clients draw a bar for each digest, which here names what is transferred."""
     if step.stage != "downloading":
-        return {"status": step.stage}
+        return {"status": "verifying sha256 digest" if step.stage == "verifying" else step.stage}
     digest = hashlib.sha256(msgspec.json.encode(job.what)).hexdigest()
     total = {} if step.total is None else {"total": step.total}
     completed = step.done if step.total is None else min(step.done, step.total)

@@ -285,6 +285,7 @@ async def test_pulling_from_a_hub(tmp_path: Path, hub: Hub) -> None:
         total = len(hub.repos["org/quants"]["m-Q8_0.gguf"])
         assert {line["total"] for line in transfers} == {total} and transfers[-1]["completed"] == total
         assert [line["status"] for line in lines[-2:]] == ["writing manifest", "success"]
+        assert {"status": "verifying sha256 digest"} in lines
         assert (await client.show(name)).details.quantization_level == "Q8_0"
         with pytest.raises(ollama.ResponseError, match="Q4_0"):
             await client.pull("hf.co/org/quants:Q4_0")
