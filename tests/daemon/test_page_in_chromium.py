@@ -260,6 +260,21 @@ async def test_models_are_loaded_and_unloaded(browser: str) -> None:
 
 
 @in_loop
+async def test_a_model_is_deleted_by_who_is_sure(browser: str) -> None:
+    async with running_daemon() as daemon, page_of(daemon, browser, "models") as page:
+        await page.until("document.querySelector('#models h3') !== null")
+        await page.click("#models .icon")
+        assert "Delete tiny" in await page.text("dialog[open]")
+        await page.press("Escape")
+        await page.until("document.querySelector('dialog[open]') === null")
+        assert daemon.store.list()
+        await page.click("#models .icon")
+        await page.click("dialog[open] .main")
+        await page.until("document.querySelector('#models h3') === null")
+        assert not daemon.store.list() and "No model is here yet" in await page.text("#models")
+
+
+@in_loop
 async def test_a_pull_shows_how_far_it_is(browser: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reports: asyncio.Queue[Step | None] = asyncio.Queue()
     ended = asyncio.Event()
