@@ -27,9 +27,10 @@ _Module = tuple[str, tuple[int, int]]
 
 
 class Footprint:
-    """Sizes of one model's weights as `ops` packs them, in bytes. Exact but for data that nobody expects.
+    """Sizes of one model's weights as `ops` packs them, in bytes.
 
-    As are scales that do not fit into halves in a few matrices only, and shares of ranks that do not divide.
+    Exact but where data decides: scales and offsets may all fit into fp16, which makes GGUF types a little
+    smaller on a GPU, or not, which makes those of bfloat16 larger; and shares of ranks do not always divide.
     """
 
     def __init__(self, spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops) -> None:

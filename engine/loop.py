@@ -63,8 +63,6 @@ what is wanting before the load, and returns when there may be more.
 
 
 _OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
-# After a fault on a GPU every further call of its context fails.
-_GPU_FAULT = "AcceleratorError"
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +192,7 @@ class EngineLoop:
             return []
         logger.error("a step failed", exc_info=error)
         events = self.scheduler.fail(plan, f"the step failed: {describe(error)}")
-        if self._failed_before or isinstance(error, RankError) or kind_of(error) == _GPU_FAULT:
+        if self._failed_before or isinstance(error, RankError) or _is_gpu_fault(error):
             self._outbox.add(events)
             raise error
         self._failed_before = True
@@ -262,6 +260,11 @@ def _read(connection: Connection, inbox: SimpleQueue[Incoming]) -> None:
 def kind_of(error: Exception) -> str:
     """The error's class; torch has none for memory of the CPU that it could not get."""
     return "MemoryError" if "can't allocate memory" in str(error) else type(error).__name__
+
+
+def _is_gpu_fault(error: Exception) -> bool:
+    """Whether torch or Triton met a fault of a GPU, behind which every call of its context fails."""
+    return kind_of(error) == "AcceleratorError" or "Triton Error [CUDA]" in str(error)
 
 
 def describe(error: Exception) -> str:

@@ -89,7 +89,7 @@ class GgufCheckpoint:
         kind = self._tensors[f"{module}.weight"].type
         if kind in DENSE_DTYPES:
             return stand_in.dense(shape, DENSE_DTYPES[kind])
-        return decode_blocks(_made_up_rows(shape, kind), kind)
+        return stand_in.blocks(shape, BLOCK_FORMATS[kind])
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Tensor `name` as float32 of `shape`."""
@@ -139,13 +139,6 @@ def decode_blocks(rows: NDArray[np.uint8], kind: str) -> QuantizedWeight:
         parts = layout.decode(rows.reshape(-1, layout.nbytes))
     codes, scale, offset = (torch.from_numpy(part.reshape(len(rows), -1)) for part in parts)
     return QuantizedWeight(codes, scale, offset, layout.bits, layout.group)
-
-
-def _made_up_rows(shape: tuple[int, int], kind: str) -> NDArray[np.uint8]:
-    """Rows of blocks of ggml type `kind`, any two bytes of which are a small positive scale."""
-    layout = BLOCK_FORMATS[kind]
-    row_bytes = shape[1] // layout.block * layout.nbytes
-    return np.random.default_rng(0).integers(0x21, 0x30, (shape[0], row_bytes), np.uint8)
 
 
 def rotary_row_order(num_rows: int, heads: int) -> NDArray[np.int64]:

@@ -25,13 +25,19 @@ EIGHT_BITS = np.arange(8, dtype=np.uint8)[:, None]
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """One ggml type: `block` values in `nbytes` bytes, `group` values to a scale, codes below 2**bits."""
+    """One ggml type: `block` values in `nbytes` bytes, `group` values to a scale, codes below 2**bits.
+
+    products: scales are products, more than fp16 can hold. has_minima: offsets are their own, and not the
+    middle of the codes' range.
+    """
 
     block: int
     nbytes: int
     group: int
     bits: int
     decode: Callable[[U8], Decoded]
+    products: bool = False
+    has_minima: bool = False
 
 
 def _half(blocks: U8, at: int) -> F32:
@@ -128,14 +134,14 @@ def _q6_k(blocks: U8) -> Decoded:
 BLOCK_FORMATS: dict[str, BlockFormat] = {
     "Q8_0": BlockFormat(32, 34, 32, 8, _q8_0),
     "Q4_0": BlockFormat(32, 18, 32, 4, _q4_0),
-    "Q4_1": BlockFormat(32, 20, 32, 4, _q4_1),
+    "Q4_1": BlockFormat(32, 20, 32, 4, _q4_1, has_minima=True),
     "Q5_0": BlockFormat(32, 22, 32, 5, _q5_0),
-    "Q5_1": BlockFormat(32, 24, 32, 5, _q5_1),
-    "Q2_K": BlockFormat(256, 84, 16, 2, _q2_k),
-    "Q3_K": BlockFormat(256, 110, 16, 3, _q3_k),
-    "Q4_K": BlockFormat(256, 144, 32, 4, _q4_k),
-    "Q5_K": BlockFormat(256, 176, 32, 5, _q5_k),
-    "Q6_K": BlockFormat(256, 210, 16, 6, _q6_k),
+    "Q5_1": BlockFormat(32, 24, 32, 5, _q5_1, has_minima=True),
+    "Q2_K": BlockFormat(256, 84, 16, 2, _q2_k, products=True, has_minima=True),
+    "Q3_K": BlockFormat(256, 110, 16, 3, _q3_k, products=True),
+    "Q4_K": BlockFormat(256, 144, 32, 4, _q4_k, products=True, has_minima=True),
+    "Q5_K": BlockFormat(256, 176, 32, 5, _q5_k, products=True, has_minima=True),
+    "Q6_K": BlockFormat(256, 210, 16, 6, _q6_k, products=True),
 }
 
 # Plain types and their bytes a value.

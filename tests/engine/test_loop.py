@@ -9,7 +9,7 @@ from quantd.engine.config import EngineConfig
 from quantd.engine.errors import RankError
 from quantd.engine.grammar import NO_GRAMMARS, Done, GrammarCompiler, Grammars
 from quantd.engine.loop import EngineLoop, Incoming
-from quantd.engine.messages import Abort, Add, Events, Forget, FromEngine, GetStats, Stats
+from quantd.engine.messages import Abort, Add, Events, Forget, FromEngine, GetStats, Started, Stats
 from quantd.engine.plan import Plan, StepOutput
 from quantd.engine.request import SamplingParams, TokenEvent
 from quantd.engine.scheduler import Scheduler
@@ -102,6 +102,28 @@ def test_lost_ranks_end_the_loop_at_once() -> None:
         harness.step(Add(make_request("a", [1])))
     (event,) = events(harness.sent)
     assert event.error == "the step failed: rank 1 was ended by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: misaligned address"),
+    ],
+    ids=["torch", "triton"],
+)
+def test_a_fault_of_the_gpu_ends_the_loop_at_once_and_those_who_wait_are_not_told(fault: Exception) -> None:
+    class Faulty(FakeRunner):
+        def run(self, plan: Plan) -> StepOutput:
+            raise fault
+
+    harness = Harness(Faulty(make_info()))
+    harness.loop.scheduler.max_num_tokens = 4
+    with pytest.raises(type(fault)):
+        harness.step(Add(make_request("a", [1] * 9)), Add(make_request("b", [2])))
+    assert [frame.request_ids for frame in harness.sent if isinstance(frame, Started)] == [["a"]]
+    (event,) = events(harness.sent)
+    assert (event.request_id, event.finish_reason) == ("a", "error")
 
 
 class ShortOfMemory(FakeRunner):
