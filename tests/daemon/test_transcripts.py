@@ -1,4 +1,4 @@
-"""Whole exchanges of each dialect, as bytes on the wire, against golden transcripts.
+"""Whole exchanges of each dialect, as bytes on the wire, against golden transcripts and openapi.json.
 
 `PYTHONPATH=tests python tests/daemon/test_transcripts.py` writes them anew, to be read as a diff.
 """
@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from agent_engine import TEMPLATE, be_an_agent, say
 from daemon_in_loop import Daemon, in_loop, running_daemon
 from fake_models import QWEN_INFILL
+from test_openapi import closed
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden" / "transcripts"
 ASKED = [{"role": "user", "content": "How is gauge 4?"}]
@@ -93,15 +97,51 @@ def settled(text: str) -> str:
     return text
 
 
-async def exchanged(daemon: Daemon, name: str) -> str:
-    """A request and all of its answer."""
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    content_type: str
+    text: str
+
+    def objects(self) -> Iterator[Any]:
+        """What it holds: one object, or those of events or lines."""
+        kind = self.content_type.partition(";")[0]
+        if kind == "application/json":
+            yield json.loads(self.text)
+        elif kind == "application/x-ndjson":
+            yield from map(json.loads, self.text.splitlines())
+        else:
+            data = re.findall(r"^data: (\{.*)$", self.text, re.MULTILINE)
+            assert data and kind == "text/event-stream"
+            yield from map(json.loads, data)
+
+
+async def answered(daemon: Daemon, name: str) -> Answer:
     path, body, answer = EXCHANGES[name]
-    body = {"model": "tiny"} | body
     be_an_agent(daemon) if answer is None else say(daemon, answer)
-    async with daemon.session.post(f"http://x{path}", json=body) as response:
+    async with daemon.session.post(f"http://x{path}", json={"model": "tiny"} | body) as response:
         text = (await response.read()).decode()
-    asked = f"POST {path}\n{json.dumps(body, indent=1)}\n"
-    return settled(f"{asked}\n{response.status} {response.headers['Content-Type']}\n{text}")
+        return Answer(response.status, response.headers["Content-Type"], text)
+
+
+def transcript(name: str, answer: Answer) -> str:
+    """A request and all of its answer."""
+    path, body, _ = EXCHANGES[name]
+    asked = f"POST {path}\n{json.dumps({'model': 'tiny'} | body, indent=1)}\n"
+    return settled(f"{asked}\n{answer.status} {answer.content_type}\n{answer.text}")
+
+
+def described(document: dict[str, Any], name: str, answer: Answer) -> dict[str, Any]:
+    """The schema of each object that an answer holds."""
+    kind = answer.content_type.partition(";")[0]
+    responses = document["paths"][EXCHANGES[name][0]]["post"]["responses"]
+    schema = responses[str(answer.status)]["content"][kind]["schema"]
+    if kind == "application/x-ndjson":
+        schema = schema["items"]
+    elif kind == "text/event-stream":
+        data = schema["properties"]["data"]
+        schema = data.get("anyOf", [data])[-1]["contentSchema"]
+    return schema | {"components": document["components"]}
 
 
 @in_loop
@@ -109,7 +149,7 @@ async def write_all() -> None:
     async with running_daemon(template=TEMPLATE, tokens=QWEN_INFILL) as daemon:
         await daemon.service.load("tiny")
         for name in EXCHANGES:
-            (FOLDER / f"{name}.txt").write_text(await exchanged(daemon, name))
+            (FOLDER / f"{name}.txt").write_text(transcript(name, await answered(daemon, name)))
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
@@ -117,7 +157,12 @@ def test_transcript(name: str) -> None:
     async def check() -> None:
         async with running_daemon(template=TEMPLATE, tokens=QWEN_INFILL) as daemon:
             await daemon.service.load("tiny")
-            assert await exchanged(daemon, name) == (FOLDER / f"{name}.txt").read_text()
+            answer = await answered(daemon, name)
+            assert transcript(name, answer) == (FOLDER / f"{name}.txt").read_text()
+            _, document = await daemon.get("/openapi.json")
+            schema = described(closed(document), name, answer)
+            for value in answer.objects():
+                jsonschema.validate(value, schema)
 
     in_loop(check)()
 
