@@ -25,7 +25,7 @@ import openai
 import psutil
 import pytest
 from as_user import CAN_SWITCH, USERS, ask_as
-from chromium import CHROMIUM, WHY_NOT, chromium, new_page
+from chromium import chromium, new_page
 from homes import share_kernels
 
 from quantd.daemon.store import Store
@@ -511,7 +511,6 @@ def test_a_small_real_model_answers(smollm2: Path, tmp_path: Path) -> None:
         assert echoed == "one two three" + daemon.complete(body | {"echo": False})["choices"][0]["text"]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason=WHY_NOT)
 def test_the_page_chats_shows_the_pool_and_ends_what_it_began(served: Served, tmp_path: Path) -> None:
     async def use(browser: str) -> None:
         pool = "document.querySelectorAll('#engines canvas')[1]?.toDataURL()"
