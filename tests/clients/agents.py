@@ -105,6 +105,12 @@ def _continue(place: Place, prompt: str) -> list[str]:
     return [place.npm("cn"), "--print", "--readonly", *excluded, prompt]
 
 
+def _continue_fim(place: Place, prompt: str) -> list[str]:
+    script = Path(__file__).with_name("continue_fim.mjs")
+    modules = place.installed / "npm" / "node_modules"
+    return ["node", str(script), str(modules), f"{place.root}/v1/", place.key, place.model, prompt]
+
+
 def _cline(place: Place, prompt: str) -> list[str]:
     return [place.npm("cline"), "--plan", "--compaction", "off", "--system", INSTRUCTIONS, prompt]
 
@@ -150,6 +156,7 @@ AGENTS = (
         variables=_opencode_variables,
     ),
     Agent("continue", "@continuedev/cli", _continue, "continue", "List", variables=_continue_variables),
+    Agent("continue-fim", "@continuedev/openai-adapters", _continue_fim),
     Agent("cline", "cline", _cline, "cline", "read_files"),
     Agent("aider", "aider-chat", _aider, "aider"),
     Agent("llm", "llm", _llm, tool="llm_time", prepare=_prepare_llm, variables=_llm_variables),

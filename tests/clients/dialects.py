@@ -64,6 +64,19 @@ class Chat:
             yield choice.get("delta") or choice.get("message") or {}
 
 
+class Fim(Chat):
+    """Mistral's fim/completions, which answers like OpenAI's chats and has no tools."""
+
+    name = "fim/completions"
+    path = "/fim/completions"
+
+    def tools(self, body: Json) -> set[str]:
+        return set()
+
+    def results(self, body: Json) -> set[str]:
+        return set()
+
+
 class Messages:
     """Anthropic's messages."""
 
@@ -115,7 +128,7 @@ class Responses:
         return {item["call_id"] for item in items if item.get("type") == "function_call_output"}
 
 
-DIALECTS: tuple[Dialect, ...] = (Chat(), Messages(), Responses())
+DIALECTS: tuple[Dialect, ...] = (Chat(), Fim(), Messages(), Responses())
 
 
 def dialect_of(path: str) -> Dialect | None:

@@ -13,6 +13,7 @@ NPM = {
     "@openai/codex": "0.171.0",
     "opencode-ai": "1.18.33",
     "@continuedev/cli": "1.5.47",
+    "@continuedev/openai-adapters": "1.37.0",
     "cline": "3.0.65",
 }
 # Aider wants old versions of what the others want new.

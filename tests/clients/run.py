@@ -1,10 +1,11 @@
 """Real clients against a daemon with the small model: `make clients`, `python tests/clients/run.py NAME ...`.
 
-Installs Claude Code, Codex, opencode, Continue, Cline, Aider, llm and litellm below build/clients, gives each
-the settings that `quantd connect` writes, with a key, which the daemon asks for, and prints whether it
-connected, streamed, called a tool when it was forced to, and ended the daemon's work when it was stopped.
-What a forced call asks for is the small model's guess; that the client runs it and comes back is the point.
-Clients have no network but loopback, where that can be had.
+Installs Claude Code, Codex, opencode, Continue (its command line, and the library that fills gaps for its
+editors), Cline, Aider, llm and litellm below build/clients, gives each the settings that `quantd connect`
+writes, with a key, which the daemon asks for, and prints whether it connected, streamed, called a tool when
+it was forced to, and ended the daemon's work when it was stopped. What a forced call asks for is the small
+model's guess; that the client runs it and comes back is the point. Clients have no network but loopback,
+where that can be had.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +47,11 @@ CALM = Preset(sampling={"temperature": 0.0, "repetition_penalty": 1.1})
 # The same model, which does not stop before it is stopped.
 TALKER = "talker"
 TALKING = Preset(sampling={"min_tokens": 4000})
+INFILL = {
+    "<gh_stars>": "<fim_prefix>",
+    "<issue_start>": "<fim_middle>",
+    "<issue_comment>": "<fim_suffix>",
+}
 _START_SECONDS = 120.0
 _COLUMNS = 150
 
@@ -75,14 +83,24 @@ def kept_model() -> StoredModel:
 
 def prepare_models(home: Path) -> None:
     """A home of quantd with the two models, made of the one that the tests keep."""
-    kept, source = kept_home(), kept_model()
+    kept, source = kept_home(), home / "source"
+    shutil.copytree(kept_model().path, source)
+    spell_infill(source / "tokenizer.json")
     store = Store(home / "models")
     for name, preset in ((MODEL, CALM), (TALKER, TALKING)):
-        preset.write(store.import_path(source.path, name).path)
+        preset.write(store.import_path(source, name).path)
     kernels = kept / "cache" / "quantd" / "kernels"
     kernels.mkdir(parents=True, exist_ok=True)
     (home / "cache").mkdir()
     (home / "cache" / "kernels").symlink_to(kernels)
+
+
+def spell_infill(tokenizer: Path) -> None:
+    """Rename three tokens that no chat has to StarCoder's marks of a gap; what fills it makes no sense."""
+    text = tokenizer.read_text()
+    for name, mark in INFILL.items():
+        text = text.replace(json.dumps(name), json.dumps(mark))
+    tokenizer.write_text(text)
 
 
 @contextlib.contextmanager
