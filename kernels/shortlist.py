@@ -63,12 +63,11 @@ def shortlists(rows: Sequence[Row], cuts: Sequence[Cut], masks: Masks = ()) -> l
     return [_shortlist(row, cut, mask) for row, cut, mask in triples]
 
 
-def _shortlist(row: Row, cut: Cut, mask: BitRow | None) -> Shortlist:
-    finite = math.isfinite(row.max()) and math.isfinite(row.min())
-    if mask is not None:
-        row = _allowed(row, mask)
+def _shortlist(whole: Row, cut: Cut, mask: BitRow | None) -> Shortlist:
+    row = whole if mask is None else _allowed(whole, mask)
     best = int(row.argmax())
     largest = float(row[best])
+    finite = math.isfinite(whole.min()) and math.isfinite(largest if mask is None else whole.max())
     if not math.isfinite(largest):
         return Shortlist(largest, best, finite)
     if cut.temperature <= 0:
