@@ -26,7 +26,7 @@ from quantd.daemon.text import (
     fallback_byte,
     is_byte_level,
 )
-from quantd.daemon.tokenizer_file import failures_told, read_tokenizer
+from quantd.daemon.tokenizer_file import read_tokenizer, refused_texts
 from quantd.engine.errors import RequestError
 from quantd.quant.errors import CheckpointError
 
@@ -74,7 +74,7 @@ class Tokenizer:
             for token_id, token in added.items()
             if (token.special or _MARKUP.fullmatch(token.content)) and token.content != unknown
         )
-        with failures_told():
+        with refused_texts():
             self._space_first = core.encode("a", add_special_tokens=False).tokens[:1] not in (["a"], [])
             self._prefix, self._suffix = _frame(core, config)
         self._marks = {token_id: token.content for token_id, token in added.items() if token.content.strip()}
@@ -127,7 +127,7 @@ class Tokenizer:
         if spelled:
             return self._encode_spelled(text, spelled)
         # Unlike `encode` it gives the interpreter to other threads meanwhile, and counts no characters.
-        with failures_told():
+        with refused_texts():
             ids: list[int] = self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if raw and ids[: len(self._prefix)] != self._prefix:
             return self._prefix + ids
@@ -135,7 +135,7 @@ class Tokenizer:
 
     def _encoding(self, text: str) -> tokenizers.Encoding:
         """Tokens with their places in a text, without any around it."""
-        with failures_told():
+        with refused_texts():
             return self._core.encode_batch([text], add_special_tokens=False)[0]
 
     def _encode_spelled(self, text: str, spelled: Collection[int]) -> list[int]:
@@ -230,7 +230,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """The text of a whole list, no clean-up of spaces. special: special tokens by name, else skipped."""
-        with failures_told():
+        with refused_texts():
             return self._core.decode(list(ids), skip_special_tokens=not special)
 
     def detokenizer(

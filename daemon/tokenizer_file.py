@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import tokenizers
 
 from quantd.engine.errors import RequestError
 from quantd.quant.errors import CheckpointError
+from quantd.quant.tokenizers_failures import failures_told
 
 MAX_BYTES = 256 << 20
 # How many times as long a text may become. Steps may stand in a row, so what doubles it does so each time.
@@ -37,15 +37,12 @@ def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
         growth = _growth([steps.normalizer, steps.pre_tokenizer]), _growth(steps.decoder)
         if max(growth) > _MOST_GROWTH:
             raise CheckpointError(f"{file}: its steps could make a text {max(growth):g} times as long")
-        with failures_told():
-            return tokenizers.Tokenizer.from_file(str(file))
-    except CheckpointError:
-        raise
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
-    # The bindings raise a bare Exception for every fault of the file.
-    except Exception as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{file}: not a valid tokenizer: {error}") from error
+    with failures_told(lambda reason: CheckpointError(f"{file}: not a valid tokenizer: {reason}")):
+        return tokenizers.Tokenizer.from_file(str(file))
 
 
 def _growth(step: object) -> float:
@@ -56,8 +53,8 @@ def _growth(step: object) -> float:
         return 1
     inner = math.prod(_growth(value) for value in step.values() if isinstance(value, dict | list))
     if step.get("type") == "Replace":
-        # An expression may match between any two characters.
-        return inner * (len(str(step.get("content"))) + _is_expression(step.get("pattern")))
+        # An expression may match between any two characters. What shortens may find nothing to shorten.
+        return inner * max(1, len(str(step.get("content"))) + _is_expression(step.get("pattern")))
     return inner * _GROWTH.get(str(step.get("type")), 1)
 
 
@@ -65,15 +62,10 @@ def _is_expression(pattern: object) -> bool:
     return not (isinstance(pattern, dict) and pattern.get("String"))
 
 
-@contextmanager
-def failures_told() -> Iterator[None]:
-    """A text on which the library fails, as one whose cut takes a regular expression too long.
+def refused_texts() -> AbstractContextManager[None]:
+    """Around what is done with a text: raises RequestError where the tokenizer fails on it."""
+    return failures_told(_refusal)
 
-    Raises RequestError in place of the bindings' bare Exception, and of their panic, which is none.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
-            raise
-        raise RequestError(f"the model's tokenizer fails on this text: {error}", "messages") from error
+
+def _refusal(reason: str) -> RequestError:
+    return RequestError(f"the model's tokenizer fails on this text: {reason}", "messages")

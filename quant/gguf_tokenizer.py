@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from quantd.quant.errors import CheckpointError, UnsupportedModelError
 from quantd.quant.gguf_header import GgufHeader
+from quantd.quant.tokenizers_failures import failures_told
 
 SPACE_MARK = "▁"
 
@@ -135,10 +136,11 @@ def build_tokenizer(header: GgufHeader, vocabulary: Vocabulary) -> Tokenizer:
     kind = header.text("tokenizer.ggml.model")
     if kind not in BUILDERS:
         raise UnsupportedModelError(f"{header.path}: tokenizer.ggml.model {kind!r} is not supported")
-    tokenizer = BUILDERS[kind](header, vocabulary)
-    _add_special_tokens(tokenizer, vocabulary)
-    _add_bos_and_eos(tokenizer, vocabulary)
-    return tokenizer
+    with failures_told(lambda reason: CheckpointError(f"{header.path}: makes no tokenizer: {reason}")):
+        tokenizer = BUILDERS[kind](header, vocabulary)
+        _add_special_tokens(tokenizer, vocabulary)
+        _add_bos_and_eos(header, tokenizer, vocabulary)
+        return tokenizer
 
 
 def _pre_tokenizer(header: GgufHeader) -> PreTokenizer:
@@ -230,12 +232,16 @@ def _add_special_tokens(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     tokenizer.add_tokens(added)
 
 
-def _add_bos_and_eos(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
+def _add_bos_and_eos(header: GgufHeader, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     bos = vocabulary.special_text("bos") if vocabulary.add_bos else None
     eos = vocabulary.special_text("eos") if vocabulary.add_eos else None
     used = [(text, vocabulary.special[name]) for name, text in (("bos", bos), ("eos", eos)) if text]
     if not used:
         return
+    for text, _ in used:
+        # In the library's templates `$` begins a sequence and `:` a type.
+        if ":" in text or text.startswith("$"):
+            raise UnsupportedModelError(f"{header.path}: the token {text!r} cannot stand around a text")
     single = [*([bos] if bos else []), "$A:0", *([eos] if eos else [])]
     pair = [
         *single,

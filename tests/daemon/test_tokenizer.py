@@ -154,6 +154,7 @@ def in_a_row(kind: str, step: dict[str, object], number: int) -> dict[str, objec
 
 
 DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+REMOVE = {"type": "Replace", "pattern": {"String": "zz"}, "content": ""}
 INSERT = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 300}
 
 
@@ -164,9 +165,10 @@ INSERT = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 300}
         {"normalizer": in_a_row("normalizers", {"type": "ByteLevel"}, 60)},
         {"normalizer": in_a_row("normalizers", in_a_row("normalizers", DOUBLE, 5), 5)},
         {"normalizer": INSERT},
+        {"normalizer": {"type": "Sequence", "normalizers": [REMOVE, *[DOUBLE] * 60]}},
         {"decoder": in_a_row("decoders", DOUBLE, 60)},
     ],
-    ids=["doubling", "bytes", "nested", "inserting", "decoder"],
+    ids=["doubling", "bytes", "nested", "inserting", "removing too", "decoder"],
 )
 def test_a_tokenizer_that_makes_texts_huge_is_refused(tmp_path: Path, parts: dict[str, object]) -> None:
     """Sixty steps would make one character an exabyte, in the daemon's own memory."""
@@ -180,6 +182,8 @@ def test_a_text_that_a_tokenizer_cannot_cut_is_refused(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(changed_tokenizer(tmp_path, pre_tokenizer=split))
     with pytest.raises(RequestError, match=r"tokenizer fails on this text: .*retry-limit"):
         tokenizer.encode("a" * 60 + "b")
+    with pytest.raises(RequestError, match=r"tokenizer fails on this text: "):
+        tokenizer.encode("half a surrogate pair, as a template may write one: \ud800")
     assert tokenizer.decode(tokenizer.encode("b")) == "b"
 
 
