@@ -386,6 +386,7 @@ class Models:
         return Resident(
             name=entry.name,
             num_bytes=model.engine.info.weight_bytes + model.engine.info.kv_bytes,
+            on_gpu=model.engine.info.on_gpu,
             # Who waited for it will hold it in an instant.
             num_requests=model.num_requests + len(entry.waiting),
             pinned=self.is_pinned(entry.name),

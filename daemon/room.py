@@ -25,13 +25,14 @@ _OVERHEAD = 256 << 20
 
 @dataclass(frozen=True)
 class Resident:
-    """A model in memory. num_bytes: of its weights and all of its KV cache. used: when a request held it.
+    """A model in memory. num_bytes: of its weights and all of its KV cache. on_gpu: where these are.
 
-    wait_idle: returns once no request holds it.
+    used: when a request held it last. wait_idle: returns once none does.
     """
 
     name: str
     num_bytes: int
+    on_gpu: bool
     num_requests: int
     pinned: bool
     used: float
@@ -72,7 +73,7 @@ class Room:
         deadline = time.monotonic() + self._wait_seconds
         while self._max_models is not None and (excess := len(self._residents()) - self._max_models + 1) > 0:
             reason = f"{len(self._residents())} models are in memory, no more may be (max_models)"
-            await self._free(partial(first_of, number=excess), reason, deadline, note)
+            await self._free(partial(first_of, number=excess), None, reason, deadline, note)
 
     async def make(self, error: CapacityError, note: Note) -> None:
         """Return once models have gone that fill the shortage, or one has. Raises NoRoomError.
@@ -80,19 +81,22 @@ class Room:
         Where that is not urgent, those that are idle go, if they suffice, and nobody is waited for.
         """
         if not error.urgent:
-            await self._send_away(leavers(self._idle(), error.shortage))
+            await self._send_away(leavers(self._idle(error.on_gpu), error.shortage))
             return
         deadline = time.monotonic() + self._wait_seconds
-        await self._free(partial(leavers, shortage=error.shortage), str(error), deadline, note)
+        choose = partial(leavers, shortage=error.shortage)
+        await self._free(choose, error.on_gpu, str(error), deadline, note)
 
-    async def _free(self, choose: Choose, reason: str, deadline: float, note: Note) -> None:
+    async def _free(
+        self, choose: Choose, on_gpu: bool | None, reason: str, deadline: float, note: Note
+    ) -> None:
         """Unload those that are chosen of the idle ones; wait until there are some, or one goes by itself."""
         before = len(self._residents())
         while len(self._residents()) == before:
-            if going := choose(self._idle()):
+            if going := choose(self._idle(on_gpu)):
                 await self._send_away(going)
                 return
-            loose = [resident for resident in self._residents() if not resident.pinned]
+            loose = self._loose(on_gpu)
             busy = [resident for resident in loose if resident.num_requests]
             left = deadline - time.monotonic()
             if not busy or not choose(loose) or left <= 0:
@@ -100,10 +104,14 @@ class Room:
             note(f"waits for memory that requests of {', '.join(r.name for r in busy)} hold")
             await _first([resident.wait_idle() for resident in busy], left)
 
-    def _idle(self) -> list[Resident]:
-        """Those that may go, longest unused first."""
-        idle = [r for r in self._residents() if not r.pinned and not r.num_requests]
-        return sorted(idle, key=lambda resident: resident.used)
+    def _loose(self, on_gpu: bool | None) -> list[Resident]:
+        """Those that are not pinned, longest unused first; on_gpu: of these alone, if not None."""
+        loose = [r for r in self._residents() if not r.pinned and on_gpu in (None, r.on_gpu)]
+        return sorted(loose, key=lambda resident: resident.used)
+
+    def _idle(self, on_gpu: bool | None) -> list[Resident]:
+        """Those of them that may go now."""
+        return [resident for resident in self._loose(on_gpu) if not resident.num_requests]
 
     async def _send_away(self, going: Sequence[Resident]) -> None:
         for resident in going:

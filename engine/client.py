@@ -204,8 +204,8 @@ class EngineClient:
                 case Loading(done, total):
                     if on_progress is not None:
                         on_progress(done, total)
-                case Short(shortage, text, urgent):
-                    self._send(Retry(await make_room(CapacityError(text, shortage, urgent))))
+                case Short(shortage, text, urgent, on_gpu):
+                    self._send(Retry(await make_room(CapacityError(text, shortage, urgent, on_gpu))))
                 case ModelInfo():
                     return message
                 case Failed(kind, text):

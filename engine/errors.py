@@ -23,13 +23,16 @@ class ContextLengthError(RequestError):
 class CapacityError(QuantdError):
     """The machine's memory cannot hold what was asked for. shortage: bytes that are wanting; 0: unknown.
 
-    urgent: false where it can be done without, only not well.
+    urgent: false where it can be done without, only not well. on_gpu: whose memory it is, None for any.
     """
 
-    def __init__(self, message: str = "", shortage: int = 0, urgent: bool = True) -> None:
+    def __init__(
+        self, message: str = "", shortage: int = 0, urgent: bool = True, on_gpu: bool | None = None
+    ) -> None:
         super().__init__(message)
         self.shortage = shortage
         self.urgent = urgent
+        self.on_gpu = on_gpu
 
 
 class EngineDiedError(QuantdError):

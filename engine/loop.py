@@ -217,7 +217,7 @@ def serve(fd: int, build_runner: BuildRunner) -> None:
         os._exit(1)
 
     def make_room(error: CapacityError) -> Allowance:
-        send(Short(error.shortage, str(error), error.urgent))
+        send(Short(error.shortage, str(error), error.urgent, error.on_gpu))
         retry = inbox.get()
         assert isinstance(retry, Retry), f"{retry} came while room was being made"
         return retry.allowance

@@ -86,7 +86,9 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         """The error, with the table, where the load cannot be."""
         if self.fault is None:
             return None
-        return CapacityError(f"{self.fault}\n{lines_of(self.table)}", self.shortage, urgent)
+        # A limit is on the memory of all devices together.
+        on_gpu = None if self.limit is not None else self.devices[0].device != "cpu"
+        return CapacityError(f"{self.fault}\n{lines_of(self.table)}", self.shortage, urgent, on_gpu)
 
 
 def plan_memory(

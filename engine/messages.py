@@ -62,12 +62,13 @@ class Retry(msgspec.Struct, frozen=True, tag="retry"):
 class Short(msgspec.Struct, frozen=True, tag="short"):
     """Engine -> daemon, in a load: so many bytes are wanting. Retry answers it, or the end of the process.
 
-    urgent: see CapacityError.
+    urgent, on_gpu: see CapacityError.
     """
 
     shortage: int
     message: str
     urgent: bool = True
+    on_gpu: bool | None = None
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):

@@ -15,8 +15,9 @@ from scripted_engine import INFO
 from test_model_lifecycle import models_of
 
 from quantd.daemon.errors import NoRoomError
-from quantd.daemon.room import Resident, leavers
+from quantd.daemon.room import Resident, Room, leavers
 from quantd.engine.config import Allowance
+from quantd.engine.errors import CapacityError
 
 GIB = 1 << 30
 OVERHEAD = 256 << 20
@@ -28,7 +29,7 @@ async def at_once() -> None:
 
 
 def resident(name: str, gib: float, requests: int = 0, pinned: bool = False, used: float = 0) -> Resident:
-    return Resident(name, int(gib * GIB), requests, pinned, used, at_once)
+    return Resident(name, int(gib * GIB), False, requests, pinned, used, at_once)
 
 
 def names(models: object) -> list[str]:
@@ -53,6 +54,26 @@ def test_whoever_goes_is_needed(sizes: list[int], shortage: int) -> None:
     total = sum(model.num_bytes + OVERHEAD for model in going)
     for model in going:
         assert total >= shortage * GIB > total - model.num_bytes - OVERHEAD
+
+
+@in_loop
+async def test_models_in_other_memory_stay() -> None:
+    gone: list[str] = []
+    there = [
+        dataclasses.replace(resident(name, 4, used=n), on_gpu=name < "c") for n, name in enumerate("abcd")
+    ]
+
+    async def unload(name: str) -> None:
+        gone.append(name)
+
+    room = Room(lambda: [model for model in there if model.name not in gone], unload, None, 0)
+    await room.make(CapacityError("short", GIB, on_gpu=False), gone.count)
+    await room.make(CapacityError("short", GIB, urgent=False, on_gpu=False), gone.count)
+    assert gone == ["c", "d"]
+    with pytest.raises(NoRoomError, match=r"short\nIn memory: a \(4.3 GB, idle\), b \(4.3 GB, idle\)"):
+        await room.make(CapacityError("short", GIB, on_gpu=False), gone.count)
+    await room.make(CapacityError("short", 6 * GIB), gone.count)
+    assert gone == ["c", "d", "a", "b"]
 
 
 def test_a_resident_is_told_with_its_size_and_what_holds_it() -> None:

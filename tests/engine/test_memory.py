@@ -217,7 +217,10 @@ def test_a_plan_tells_all_numbers_and_refuses_with_them() -> None:
     assert plan.num_blocks == 250 and plan.kv_bytes_of(17) == 2 * 10**6
     short = plan_memory(msgspec.structs.replace(allowed, max_model_len=8192), "cpu avx2", 8192, ranks)
     refusal = short.refusal()
-    assert refusal is not None and refusal.shortage == short.shortage > 0 == short.kv_tokens
+    assert refusal is not None and refusal.on_gpu is None
+    unlimited = plan_memory(config(max_model_len=1 << 20), "cpu avx2", 1 << 20, ranks).refusal(urgent=False)
+    assert unlimited is not None and (unlimited.urgent, unlimited.on_gpu) == (False, False)
+    assert refusal.shortage == short.shortage > 0 == short.kv_tokens
     assert re.match(r"(?s)one request of 8192 tokens takes.*\n  weights +3.0 GB\n.*wanting", str(refusal))
     assert plan_memory(allowed, "cpu avx2", 8192, ranks, least_len=GOOD_LEN).fault is not None
 
