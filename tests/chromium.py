@@ -37,14 +37,18 @@ _PORT_FILE = "DevToolsActivePort"
 _KEYS = {"Enter": (13, "\r"), "Escape": (27, ""), "Tab": (9, ""), " ": (32, " ")}
 
 
+def skip_without_chromium(whole_module: bool = False) -> None:
+    """Skip the test, or the module that is being imported, on a machine without the browser."""
+    if _CHROMIUM is None:
+        reason = "there is no Chromium on this machine (Debian: apt-get install chromium)"
+        pytest.skip(reason, allow_module_level=whole_module)
+
+
 @contextlib.contextmanager
 def chromium(folder: Path) -> Iterator[str]:
-    """A browser with this profile, new and empty; the address of its WebSocket.
-
-    Skips the test where there is none to start.
-    """
-    if _CHROMIUM is None:
-        pytest.skip("there is no Chromium on this machine (Debian: apt-get install chromium)")
+    """A browser with this profile, new and empty; the address of its WebSocket. Skips where there is none."""
+    skip_without_chromium()
+    assert _CHROMIUM is not None
     process = subprocess.Popen(
         [_CHROMIUM, *_FLAGS, f"--user-data-dir={folder}", "about:blank"],
         stdout=subprocess.DEVNULL,

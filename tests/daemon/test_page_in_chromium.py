@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import Page, chromium, new_page
+from chromium import Page, chromium, new_page, skip_without_chromium
 from daemon_in_loop import Daemon, in_loop, running_daemon
 from fake_models import CHATML, chat_tokenizer
 
@@ -20,6 +20,8 @@ from quantd.daemon.library import Library
 from quantd.daemon.library_worker import Job, Step
 from quantd.engine.errors import CapacityError
 from quantd.engine.request import Request
+
+skip_without_chromium(whole_module=True)
 
 LAST = "#messages > .answer:last-child"
 HOSTILE = (
