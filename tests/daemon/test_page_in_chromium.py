@@ -246,17 +246,27 @@ async def test_models_are_loaded_and_unloaded(browser: str) -> None:
         daemon.engines.release = asyncio.Event()
         await page.until("document.querySelector('#models h3') !== null")
         assert (await page.text("#models li")).split("\n")[:2] == ["tiny", "on disk"]
-        await page.click("#models button")
+        await page.click("[aria-label='Load tiny']")
         await page.until("document.querySelector('#models .chip').innerText === 'loading, 100 %'")
         assert await page.evaluate("document.querySelector('#models progress').position") == 1
         daemon.engines.release.set()
         await page.until("document.querySelector('#models .chip').innerText === 'in memory'")
-        await page.click("#models button")
+        await page.click("[aria-label='Pin tiny']")
+        await page.until("document.querySelector('#models').innerText.includes('stays in memory')")
+        await page.click("[aria-label='Unpin tiny']")
+        await page.until("!document.querySelector('#models').innerText.includes('stays in memory')")
+        await page.click("[aria-label='Unload tiny']")
         await page.until("document.querySelector('#models .chip').innerText === 'on disk'")
         assert daemon.engine.closed
         daemon.engines.failures.append(CapacityError("no room for it"))
-        await page.click("#models button")
+        await page.click("[aria-label='Load tiny']")
         await page.until("document.querySelector('#models .error').innerText === 'no room for it'")
+        await page.reload()
+        for _ in range(3):
+            await daemon.service.load("tiny")
+            daemon.engine.died.set_result("killed by signal 9")
+            await asyncio.sleep(0)
+        await page.until("document.querySelector('#models .error')?.innerText.includes('killed by signal 9')")
 
 
 @in_loop
@@ -344,7 +354,7 @@ async def test_a_key_is_asked_for_and_its_scope_is_told(browser: str, tmp_path: 
             assert await page.evaluate("document.querySelector('dialog[open]')") is None
             await page.evaluate("void (location.hash = 'models')")
             await page.until("document.querySelector('#models .chip')?.innerText === 'in memory'")
-            await page.click("#models button")
+            await page.click("[aria-label='Unload tiny']")
             await page.until(
                 "document.querySelector('#models .error').innerText.includes('key:page may use')"
             )
