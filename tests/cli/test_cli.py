@@ -205,7 +205,12 @@ def test_the_shell_completes_commands_and_models(quantd, environment: dict[str, 
 
 def test_doctor_reports_without_a_daemon(quantd, environment: dict[str, str]) -> None:
     share_kernels(Path(environment["QUANTD_HOME"]))
-    report = json.loads(quantd("doctor", "--json").stdout)
+    done = quantd("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == bool(report["faults"])
+    assert all(
+        each.keys() == {"section", "name", "what", "fix"} for each in report["faults"] + report["notes"]
+    )
     assert report["processor"]["kernels"].startswith(("cpu ", "reference"))
     assert report["versions"]["quantd"] == "0.1.0"
     assert report["gpus"]["torch"] == report["versions"]["torch"]
