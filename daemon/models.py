@@ -277,6 +277,7 @@ class Models:
         if entry.model is not None:
             await _within(drain_seconds, entry.model.wait_idle())
         await self._close(entry)
+        _log.info("%s has left memory", entry.name)
 
     async def suspend(self) -> list[str]:
         """Let go of all GPUs before the machine sleeps; the models unloaded.
@@ -397,6 +398,8 @@ class Models:
     def _note_loaded(self, entry: ModelEntry, load: asyncio.Task[LoadedModel]) -> None:
         """A failed load leaves no entry, so the next request tries again."""
         if load.cancelled() or load.exception() is not None:
+            if not load.cancelled():
+                _log.error("%s cannot be loaded: %s", entry.name, load.exception())
             if not load.cancelled() and isinstance(load.exception(), EngineDiedError):
                 self.deaths.note(entry.name, str(load.exception()))
             self._remove(entry)

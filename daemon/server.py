@@ -132,6 +132,7 @@ async def _serve_models(
         notifier.ready()
         asides = [asyncio.create_task(work) for work in _asides(config, models, preload, notifier, control)]
         await control.stop.wait()
+        _log.info("stopping: requests may run for another %g s", config.drain_seconds)
         for aside in asides:
             aside.cancel()
         telling = asyncio.create_task(tell_end(notifier, config.drain_seconds, _CLOSE_SECONDS))
@@ -139,6 +140,7 @@ async def _serve_models(
         await models.close()
         telling.cancel()
         await service.close()
+    _log.info("stopped")
     return 0 if finished else 1
 
 
@@ -219,9 +221,11 @@ async def _preload(models: Models, name: str) -> None:
     """Load a model at the start. A failure leaves the daemon up: the next request tries again."""
     try:
         entry = await models.open(name)
-        await entry.loaded()
     except QuantdError as error:
         _log.error("%s cannot be loaded: %s", name, error)
+        return
+    with contextlib.suppress(QuantdError):  # of which Models tells
+        await entry.loaded()
 
 
 async def _drain(service: Service, runner: web.AppRunner, seconds: float, abort: asyncio.Event) -> bool:
