@@ -46,6 +46,12 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> No
         time.sleep(0.02)
 
 
+def wait_for_text(stream: Iterator[Any]) -> None:
+    """Read the deltas of a chat until one has text, so that its engine has begun with it."""
+    while not next(stream).choices[0].delta.content:
+        pass
+
+
 @dataclass
 class Served:
     """A running `quantd serve` and its socket."""
@@ -366,7 +372,7 @@ def test_a_killed_engine_is_told_and_replaced(served: Served) -> None:
         stream = client.chat.completions.create(
             model="tiny", messages=STORY, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
         )
-        next(stream)
+        wait_for_text(stream)
         old = served.engine()
         old.kill()
         with pytest.raises(openai.APIError, match="engine"):
@@ -446,7 +452,7 @@ def test_an_engine_that_hangs_in_a_step_is_ended_and_replaced(tiny_home: Path) -
             stream = client.chat.completions.create(
                 model="tiny", messages=STORY, max_tokens=8000, stream=True, extra_body=extra
             )
-            next(stream)
+            wait_for_text(stream)
             old = daemon.engine()
             old.suspend()
             with pytest.raises(openai.APIError, match=r"stood still for 2 s \(see --hang-seconds\)"):

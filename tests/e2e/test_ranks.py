@@ -20,7 +20,7 @@ import pytest
 import torch
 from in_process import Completion, InProcessEngine
 from safetensors.torch import load_file, save_file
-from test_daemon import DATA, STORY, serve, until
+from test_daemon import DATA, STORY, serve, until, wait_for_text
 
 from quantd.daemon.store import Store
 from quantd.engine.client import EngineClient
@@ -252,7 +252,7 @@ def test_the_daemon_reports_a_killed_rank_and_loads_the_model_again(home: Path) 
             stream = client.chat.completions.create(
                 model="tiny", messages=STORY, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
             )
-            next(stream)
+            wait_for_text(stream)
             rank.kill()
             with pytest.raises(openai.APIError, match="rank 1 was ended by SIGKILL"):
                 list(stream)
