@@ -73,6 +73,10 @@ def _read_tool(function: Any, where: str) -> Tool:
         parameters = {"properties": {}}
     if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
         raise RequestError(f"{where}.parameters must be a JSON schema of type object", f"{where}.parameters")
+    for keyword, kind in (("properties", dict), ("required", list)):
+        if not isinstance(parameters.get(keyword, kind()), kind):
+            field = f"{where}.parameters.{keyword}"
+            raise RequestError(f"{field} is not what it has to be in a JSON schema", field)
     return Tool(name, {"type": "object", **parameters}, bool(function.get("strict")))
 
 

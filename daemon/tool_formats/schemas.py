@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+_MOST_DEPTH = 16
+_MOST_SCHEMAS = 1000
 ALL_TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 
 
@@ -26,24 +28,44 @@ def json_type(value: object) -> str:
     return "object"
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
-    """The types that a schema may allow; all of them where it does not say. root: what `$ref` refers to."""
-    if not isinstance(schema, Mapping) or depth > 16:
-        return ALL_TYPES
-    types = ALL_TYPES
-    if "type" in schema:
-        named = schema["type"]
-        types &= frozenset([named] if isinstance(named, str) else named)
-    if "const" in schema:
-        types &= {json_type(schema["const"])}
-    if "enum" in schema:
-        types &= {json_type(value) for value in schema["enum"]}
-    for keyword in ("anyOf", "oneOf"):
-        if keyword in schema:
-            types &= frozenset().union(*(types_of(part, root, depth + 1) for part in schema[keyword]))
-    if "$ref" in schema:
-        types &= types_of(_referred(schema["$ref"], root), root, depth + 1)
-    return types | {"integer"} if "number" in types else types
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """The types that a schema may allow; all of them where it does not say. root: what `$ref` refers to.
+
+    A keyword whose value is of no use for it says nothing.
+    """
+    return _Types(root).of(schema, 0)
+
+
+def listed(schema: Any, keyword: str) -> list[Any]:
+    """The list under a keyword; empty where there is none."""
+    value = schema.get(keyword) if isinstance(schema, Mapping) else None
+    return value if isinstance(value, list) else []
+
+
+class _Types:
+    """Looks at so many schemas and no more: each may refer to all others."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._num_left = _MOST_SCHEMAS
+
+    def of(self, schema: Any, depth: int) -> frozenset[str]:
+        self._num_left -= 1
+        if not isinstance(schema, Mapping) or depth > _MOST_DEPTH or self._num_left < 0:
+            return ALL_TYPES
+        types = ALL_TYPES
+        if named := [schema.get("type")] if isinstance(schema.get("type"), str) else listed(schema, "type"):
+            types &= {name for name in named if isinstance(name, str)}
+        if "const" in schema:
+            types &= {json_type(schema["const"])}
+        if values := listed(schema, "enum"):
+            types &= {json_type(value) for value in values}
+        for keyword in ("anyOf", "oneOf"):
+            if parts := listed(schema, keyword):
+                types &= frozenset().union(*(self.of(part, depth + 1) for part in parts))
+        if "$ref" in schema:
+            types &= self.of(_referred(schema["$ref"], self._root), depth + 1)
+        return types | {"integer"} if "number" in types else types
 
 
 def _referred(reference: Any, root: Any) -> Any:

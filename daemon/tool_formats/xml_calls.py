@@ -14,7 +14,7 @@ from quantd.daemon.constraints import quoted
 from quantd.daemon.scanner import Scanner, Steps, as_text
 from quantd.daemon.tool_formats.format import MAX_NAME_LEN, Calls, Tool
 from quantd.daemon.tool_formats.lark import Lark
-from quantd.daemon.tool_formats.schemas import json_type, types_of
+from quantd.daemon.tool_formats.schemas import json_type, listed, types_of
 from quantd.engine.errors import RequestError
 
 _ANY_KEY = "/[A-Za-z_][A-Za-z0-9_.-]*/"
@@ -118,9 +118,9 @@ class XmlCalls:
     def _parameter_grammar(self, lark: Lark, key: str, tool: Tool) -> str:
         schema = tool.parameters["properties"][key]
         head, types = lark.literal(self.parameter + key + self.key_end), types_of(schema, tool.parameters)
-        if types == {"string"} and isinstance(schema, Mapping) and "enum" in schema:
-            choices = " | ".join(quoted(choice) for choice in schema["enum"])
-            return f"{head} ({choices}) {lark.literal(self.value_end)}"
+        texts = [quoted(choice) for choice in listed(schema, "enum") if isinstance(choice, str)]
+        if types == {"string"} and texts:
+            return f"{head} ({' | '.join(texts)}) {lark.literal(self.value_end)}"
         if "string" in types:
             if tool.strict:
                 _check_text(schema, types, f"tools: {tool.name}.{key}")
@@ -145,7 +145,7 @@ def _check_text(schema: Any, types: frozenset[str], where: str) -> None:
     others = types - {"string", "null", "boolean"}
     if others:
         raise RequestError(f"{where}: text beside {', '.join(sorted(others))} cannot be enforced", "tools")
-    parts = [schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    parts = [schema, *listed(schema, "anyOf"), *listed(schema, "oneOf")]
     for keyword in ("minLength", "maxLength", "pattern", "format", "enum", "const", "$ref", "allOf"):
         if any(isinstance(part, Mapping) and keyword in part for part in parts):
             raise RequestError(

@@ -14,7 +14,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from quantd.daemon.templates import ChatTemplate
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.daemon.tool_formats import families
 from quantd.daemon.tool_formats.format import Calls, ToolFormat, read_tools
+from quantd.daemon.tool_formats.lark import Lark
 from quantd.daemon.tool_formats.schemas import types_of
 from quantd.daemon.wire import (
     anthropic_request,
@@ -101,9 +102,13 @@ def folder() -> Path:
 
 
 @cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(folder())
+
+
+@cache
 def chat() -> ChatFormat:
-    tokenizer = Tokenizer.load(folder())
-    return ChatFormat(ChatTemplate(TEMPLATE, {}), tokenizer)
+    return ChatFormat(ChatTemplate(TEMPLATE, {}), tokenizer())
 
 
 @cache
@@ -248,7 +253,7 @@ llama_server = _requests(
     (llama_server_request.CompletionBody, _neutral),
     (llama_server_request.InfillBody, _neutral),
     (llama_server_request.EmbeddingBody, _neutral),
-    (llama_server_request.TokenizeBody, lambda body: body.tokens(Tokenizer.load(folder()))),
+    (llama_server_request.TokenizeBody, lambda body: body.tokens(tokenizer())),
     (llama_server_request.DetokenizeBody, lambda body: body.check(512)),
     (llama_server_request.SlotBody, lambda body: body.filename),
 )
@@ -278,12 +283,15 @@ def _read(read: Callable[[Scanner], Steps[None]], parts: list[str]) -> list[Piec
 
 def tool_calls(data: bytes) -> object:
     format = FORMATS[data[0] % len(FORMATS)] if data else FORMATS[0]
+    return _same_at_every_cut(data, _reader(format, SCHEMAS))
 
+
+def _reader(format: ToolFormat, schemas: Mapping[str, Mapping[str, Any]]) -> Callable[[Scanner], Steps[None]]:
     def read(scanner: Scanner) -> Steps[None]:
         ids = itertools.count()
-        return format.read(scanner, Calls(SCHEMAS, lambda: f"call{next(ids)}"))
+        return format.read(scanner, Calls(schemas, lambda: f"call{next(ids)}"))
 
-    return _same_at_every_cut(data, read)
+    return read
 
 
 def reasoning(data: bytes) -> object:
@@ -315,7 +323,11 @@ def json_schema(data: bytes) -> object:
     schema = parse(data, dict[str, Any])
     loosened(schema)
     types_of(schema, schema)
-    read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    tools = read_tools([{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    for format in FORMATS:
+        text = format.write([("f", {"a": 1, "b": "x"})])
+        _read(_reader(format, {"f": tools[0].parameters}), [text])
+        format.grammar(Lark(tokenizer()), tools, True)
     return json.dumps(enforceable(schema, "format"))
 
 
