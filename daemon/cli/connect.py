@@ -76,8 +76,8 @@ def _connect(tool: Tool, endpoint: Endpoint, is_written: bool, replace: bool, as
     if as_json:
         print_json(_as_dict(tool, endpoint, files) | {"written": list(map(_outcome_as_dict, outcomes))})
         return
-    lines = _told(outcomes) if is_written else _shown(tool, files, tool.variables(endpoint))
-    for line in (*lines, *_afterwards(tool, endpoint)):
+    lines = _told(outcomes) if is_written else _shown(tool, files)
+    for line in (*lines, *_variables(tool, endpoint), *_afterwards(tool, endpoint)):
         click.echo(line)
 
 
@@ -130,13 +130,16 @@ def _journal() -> Journal:
     return Journal(Paths.from_env().state / "connect")
 
 
-def _shown(tool: Tool, files: Sequence[ConfigFile], variables: Mapping[str, str]) -> Iterator[str]:
+def _shown(tool: Tool, files: Sequence[ConfigFile]) -> Iterator[str]:
     for file in files:
         yield f"{file.path}\n"
         yield textwrap.indent(file.preview(), "    ")
     if files:
         yield f"quantd connect {tool.name} --write puts that there, beside what you have."
-    if variables:
+
+
+def _variables(tool: Tool, endpoint: Endpoint) -> Iterator[str]:
+    if variables := tool.variables(endpoint):
         yield "Variables of its environment\n"
         yield from (f"    {name}={shlex.quote(value)}" for name, value in variables.items())
 
@@ -162,8 +165,8 @@ def _notes(tool: Tool, endpoint: Endpoint) -> Iterator[str]:
         yield "No daemon answers now; start it with: quantd serve"
     if endpoint.wants_key:
         yield (
-            f"The daemon refuses {'this key' if endpoint.key else 'programs without a key'}; make one for "
-            f"{tool.name}: quantd connect {tool.name} --write --key $(quantd key add {tool.name})"
+            f"The daemon refuses {'this key' if endpoint.key else 'programs without a key'}; repeat this "
+            f"with one made for {tool.name}: --key $(quantd key add {tool.name})"
         )
     if not endpoint.is_loaded and endpoint.max_model_len is not None:
         yield (

@@ -63,6 +63,8 @@ def test_the_key_is_this_users_or_one_that_is_given(quantd, home: dict[str, str]
         told = json.loads(quantd("connect", "tabby", *args, "--json", HOME=home["HOME"], **variables).stdout)
         assert f'api_key = "{key}"' in told["files"][0]["content"]
         assert all(f"Authorization: Bearer {key}" in line for line in told["tests"])
+    done = quantd("connect", "zed", "--write", "--key", "sk-1", HOME=home["HOME"])
+    assert "    OLLAMA_API_KEY=sk-1\n" in done.stdout
 
 
 def test_write_and_undo(quantd, home: dict[str, str]) -> None:
