@@ -21,7 +21,7 @@ from quantd.engine.request import Request, TokenEvent
 CLIENT_LEFT = 499
 """nginx's status of a request whose client closed the connection; only the daemon itself sees it."""
 
-_MAX_ERROR_LEN = 300
+_MAX_TEXT_LEN = 300
 
 _Result = TypeVar("_Result")
 
@@ -29,6 +29,11 @@ _Result = TypeVar("_Result")
 def new_request_id() -> str:
     """A name for a request and its answer."""
     return f"req_{uuid.uuid4().hex}"
+
+
+def printable(text: str) -> str:
+    """A line of what clients may have chosen: it ends up in logs and on terminals."""
+    return "".join(c for c in " ".join(text[:_MAX_TEXT_LEN].split()) if c.isprintable())
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class Progress:
     def end(self, reason: str, error: str | None = None) -> None:
         """Note why no more is to come."""
         self.reason, self.ended = reason, time.monotonic()
-        self.error = None if error is None else error[:_MAX_ERROR_LEN]
+        self.error = None if error is None else printable(error)
         self._observer.ended(self)
 
     @property
@@ -231,7 +236,7 @@ def note_error(message: str) -> None:
     """The request that is being answered is refused, or fails, for this reason."""
     record = _CURRENT.get()
     if record is not None:
-        record.error = message[:_MAX_ERROR_LEN]
+        record.error = printable(message)
 
 
 class Activity:
@@ -276,7 +281,7 @@ class Activity:
             record = RequestRecord(new_request_id(), Peer(), on_end=self.on_end)
         else:
             record.hold()
-        record.client, record.model = client, record.model or model
+        record.client, record.model = client, record.model or (model and printable(model))
         self._open[record] = None
         return record
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from quantd.daemon.activity import CLIENT_LEFT, Peer, new_request_id
+from quantd.daemon.activity import CLIENT_LEFT, Peer, new_request_id, printable
 from quantd.daemon.guard import client_of, connection_of
 from quantd.daemon.routes.keys import SERVICE
 from quantd.daemon.routes.route import route_of
@@ -73,8 +73,3 @@ def _peer_of(request: web.Request) -> Peer:
     if connection.process is None:
         return Peer(address=request.remote, agent=agent)
     return Peer(pid=connection.process.pid, program=printable(connection.program or "") or None, agent=agent)
-
-
-def printable(text: str) -> str:
-    """What clients choose ends up on terminals."""
-    return "".join(c for c in text[:200] if c.isprintable())

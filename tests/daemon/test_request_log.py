@@ -103,6 +103,21 @@ async def test_how_requests_end(tmp_path: Path) -> None:
 
 
 @in_loop
+async def test_what_clients_choose_is_plain_text_there(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    wild = "m\x1b]0;title\x07\u202e\n\x9b2J" + "x" * 1000
+    async with logging_daemon(path) as daemon:
+        await daemon.post("/v1/chat/completions", HI | {"model": wild})
+        await daemon.post(f"/no%1b%0a%ff%c2%9b{'x' * 900}", {})
+        headers = {"User-Agent": "\udcff\u00e9\u009b"}
+        await (await daemon.session.post("http://x/v1/chat/completions", json=HI, headers=headers)).read()
+    entries = lines_of(path)
+    assert len(entries) == 3 and "m]0;title" in entries[0]["model"]
+    texts = [value for entry in entries for value in entry.values() if isinstance(value, str)]
+    assert all(text.isprintable() and len(text) <= 300 for text in texts)
+
+
+@in_loop
 async def test_prompts_are_written_only_where_asked_for(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": SECRET, "parameters": {"not": {"const": SECRET}}}}
     bodies: list[tuple[str, object]] = [
