@@ -9,6 +9,7 @@ import shutil
 import socket
 import warnings
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,7 @@ def test_memory(tmp_path: Path) -> None:
 
 def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CC", "no-such-cc")
-    found = by_name(look_at_processor(Path(os.environ["QUANTD_HOME"]) / "cache" / "kernels"))["compiler"]
+    found = next(each for each in look_at_processor(tmp_path) if each.name == "compiler")
     assert "no-such-cc" in str(found.fault) and found.fix == "unset CC"
 
 
@@ -251,3 +252,5 @@ def test_the_command(quantd: Quantd, environment: dict[str, str]) -> None:
         "gpus",
     ):
         assert f"\n{section}:\n" in f"\n{done.stdout}"
+    gpus = done.stdout.partition("gpus:\n")[2].splitlines()
+    assert gpus[0].startswith("  driver     ") and f"  triton     {metadata.version('triton')}" in gpus
