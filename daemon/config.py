@@ -39,6 +39,7 @@ from quantd.engine.config import Activations, Backend, EngineConfig, KVDtype
 from quantd.engine.split import parse_split
 
 SYSTEM_SOCKET = Path("/run/quantd/api.sock")
+DEFAULT_PORT = 11435
 
 # The names that llama.cpp and Ollama give to the same cache formats.
 _KV_ALIASES = {"q8_0": "int8", "f16": "fp16", "f32": "fp32"}
@@ -208,7 +209,7 @@ class ServeConfig:
         env="QUANTD_SOCKET",
     )
     host: str = setting(text(), "Address to listen on.", default="127.0.0.1")
-    port: int | None = setting(tcp_port(), "TCP port to listen on.", default=11435)
+    port: int | None = setting(tcp_port(), "TCP port to listen on.", default=DEFAULT_PORT)
     model: str | None = setting(text(), "Model to load at the start.")
     drain_seconds: float = setting(
         seconds(), "How long a stop waits for the requests that run.", default=30.0

@@ -196,6 +196,11 @@ class Store:
         return StoredModel(path=folder, **msgspec.structs.asdict(manifest))
 
     def _missing(self, name: str) -> str:
+        folder = self._folder(name)
+        if NAME.fullmatch(name) and folder.exists():
+            return (
+                f"{folder} is here, but has no {MANIFEST} that says {name!r}; quantd doctor tells what to do"
+            )
         known = [model.name for model in self.list()]
         near = difflib.get_close_matches(name, known, n=3)
         if near:

@@ -51,9 +51,11 @@ class Units:
     def install(self, executable: Path) -> list[Path]:
         """Write the units, to start `executable`, and have the manager listen; the files written.
 
-        Raises ServiceError for an executable that the unit could not reach, and with the manager's reason.
+        Raises ServiceError for an executable that the unit could not reach, and with the manager's reason;
+        without a manager nothing is written.
         """
         self._check_reachable(executable)
+        self.control("show", "--property=Version")
         written = dict(self._files(executable))
         for path, text in written.items():
             _write(path, text)

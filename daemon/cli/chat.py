@@ -62,8 +62,18 @@ def _read_message() -> tuple[str, bool]:
 
 
 def print_answer(conversation: Conversation, message: str, verbose: bool) -> None:
-    """Ask, and print the answer as it comes. Raises DaemonError."""
-    answer = conversation.ask(message, lambda text: click.echo(text, nl=False))
+    """Ask, and print the answer as it comes. Raises DaemonError, which is told on a line of its own."""
+    written: list[str] = []
+
+    def write(text: str) -> None:
+        written.append(text)
+        click.echo(text, nl=False)
+
+    try:
+        answer = conversation.ask(message, write)
+    except DaemonError:
+        click.echo(nl=bool(written))
+        raise
     click.echo()
     if verbose:
         click.echo(answer.summary, err=True)

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quantd.daemon.config import client_key
+from quantd.daemon.config import DEFAULT_PORT, client_key
 from quantd.daemon.errors import ConfigError, DaemonError, NoDaemonError
 
 _CONTROL_TIMEOUT = 60.0
 _CONNECT_TIMEOUT = 5.0
+_HOST = re.compile(r"(?:\[(?P<ip6>[^\]]+)\]|(?P<name>[^:/\[\]]+))(?::(?P<port>\d{1,5}))?")
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -129,8 +131,8 @@ class DaemonClient:
 
 
 def find_daemon(sockets: list[Path], host: str | None) -> DaemonClient:
-    """The first daemon that answers: at `host` ("HOST:PORT", with the key of this user's configuration) if
-    given, else on one of the sockets.
+    """The first daemon that answers: at `host` ("HOST[:PORT]", with the key of this user's configuration)
+    if given, else on one of the sockets.
 
     Raises NoDaemonError telling how to start one.
     """
@@ -149,11 +151,12 @@ def find_daemon(sockets: list[Path], host: str | None) -> DaemonClient:
 
 
 def parse_host(host: str) -> tuple[str, int]:
-    """("::1", 8080) of "[::1]:8080". Raises ConfigError."""
-    name, _, port = host.rpartition(":")
-    if not name or not port.isdecimal():
-        raise ConfigError(f"--host: {host!r} is not accepted; use HOST:PORT, such as 127.0.0.1:11435")
-    return name.removeprefix("[").removesuffix("]"), int(port)
+    """("::1", 8080) of "[::1]:8080", the usual port where none is given. Raises ConfigError."""
+    match = _HOST.fullmatch(host.removeprefix("http://").removesuffix("/"))
+    port = int(match["port"] or DEFAULT_PORT) if match else 0
+    if match is None or not 0 < port < 2**16:
+        raise ConfigError(f"--host: {host!r} is not accepted; use HOST[:PORT], such as 127.0.0.1:11435")
+    return match["name"] or match["ip6"], port
 
 
 def _encode(body: object) -> str:

@@ -111,8 +111,13 @@ def load_model(
                 stage = f"{name} {line['why']}" if line.get("why") else f"loading {name}"
                 report(stage, line["done"], line["total"] or None)
             else:
-                return _info(line["info"])
-    raise DaemonError(f"The daemon ended before {name} was loaded.")
+                break
+        else:
+            raise DaemonError(f"The daemon ended before {name} was loaded.")
+    info = _info(line["info"])
+    if info.backend == "reference" and (options or {}).get("backend") != "reference":
+        click.echo("Plain torch computes, many times slower than the kernels; why: quantd doctor", err=True)
+    return info
 
 
 def describe(info: ModelInfo) -> str:

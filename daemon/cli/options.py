@@ -28,7 +28,7 @@ model_argument = click.argument("name", shell_complete=_complete_name)
 
 def client_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--socket and --host: where the daemon of a client command is."""
-    command = click.option("--host", metavar="HOST:PORT", help="Use TCP in place of the Unix socket.")(
+    command = click.option("--host", metavar="HOST[:PORT]", help="Use TCP in place of the Unix socket.")(
         command
     )
     return click.option("--socket", metavar="PATH", help="Unix socket of the daemon (also: QUANTD_SOCKET).")(

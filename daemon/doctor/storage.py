@@ -96,7 +96,7 @@ def _strays(root: Path, known: set[Path]) -> Iterator[Finding]:
                 "models",
                 entry.name,
                 "no model",
-                note=f"{entry} has no {MANIFEST} that can be read",
+                note=f"{entry} has no {MANIFEST} that can be read and names it",
                 fix=f"quantd import {shlex.quote(str(entry))} --copy, or move it away",
             )
 

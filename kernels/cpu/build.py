@@ -6,6 +6,7 @@ stale, and it is moved into place whole, so two processes may build at the same 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -14,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 Variant = Literal["native", "avx2", "portable", "sanitized"]
 
+_BUILDING = "building-"
+_ABANDONED_SECONDS = 3600.0
 _SOURCES = Path(__file__).parent / "csrc"
 # No contraction: where a multiply and an add are one operation, the source says fma, on every path.
 _FLAGS = ["-std=gnu99", "-O3", "-ffp-contract=off", "-fPIC", "-fvisibility=hidden", "-pthread"]
@@ -80,11 +84,20 @@ def _cached(command: list[str], version: str, cache: Path) -> Path:
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
+        _sweep(cache)
+        with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=cache) as folder:
             _compile(command, Path(folder)).replace(target)
     except OSError as error:
         raise BuildError(f"{cache} cannot hold the library: {error}") from error
     return target
+
+
+def _sweep(cache: Path) -> None:
+    """Clear what builds left that were killed."""
+    for folder in cache.glob(f"{_BUILDING}*"):
+        with contextlib.suppress(OSError):  # another may end or clear it just now
+            if time.time() - folder.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(folder)
 
 
 def _compile(command: list[str], folder: Path) -> Path:

@@ -109,7 +109,6 @@ STATUS = {
     "stopped": {"bad": "it was killed"},
 }
 MODELS = {"data": [{"id": "big"}, {"id": "tiny", "max_model_len": 1600}]}
-_READY = {"status": "ready", "info": INFO}
 _USAGE = {"prompt_tokens": 9, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 4}}
 
 
@@ -122,6 +121,7 @@ class FakeDaemon:
         self.loads: list[dict[str, Any]] = []
         self.chat_error: dict[str, Any] | None = None
         self.endless = False
+        self.cut = False
         self.status: dict[str, Any] = STATUS
         self.left = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -166,7 +166,7 @@ class FakeDaemon:
         response = web.StreamResponse()
         await response.prepare(request)
         lines: list[dict[str, Any]] = [{"status": "loading", "done": 50, "total": 100}]
-        lines.append({"error": {"message": "shard 2 is missing"}} if name == "broken" else _READY)
+        lines.append({"error": {"message": "shard 2 is missing"}} if name == "broken" else _ready(name))
         for line in lines:
             await response.write(json.dumps(line).encode() + b"\n")
         return response
@@ -188,12 +188,19 @@ class FakeDaemon:
         await response.write(b": ping\n\n")
         for text in ("Hello", " there"):
             await response.write(_event({"choices": [{"index": 0, "delta": {"content": text}}]}))
+        if self.cut:
+            return
         while self.endless:
             await response.write(_event({"choices": [{"index": 0, "delta": {"content": "."}}]}))
             await asyncio.sleep(0.02)
         await response.write(_event({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}))
         await response.write(_event({"choices": [], "usage": _USAGE}))
         await response.write(b"data: [DONE]\n\n")
+
+
+def _ready(name: str) -> dict[str, Any]:
+    info = INFO | ({"backend": "reference"} if name == "slow" else {})
+    return {"status": "ready", "info": info}
 
 
 def _always(value: object) -> Callable[[web.Request], Awaitable[web.Response]]:

@@ -12,6 +12,9 @@ import pytest
 from fake_daemon import INFO, STATUS, FakeDaemon
 from homes import share_kernels
 
+from quantd.daemon.cli.client import parse_host
+from quantd.daemon.errors import ConfigError
+
 CLIENT_COMMANDS = ("run", "pull", "import", "list", "show", "rm", "load", "unload", "ps", "status", "stop")
 
 
@@ -55,7 +58,7 @@ def test_every_error_is_one_line(quantd, tmp_path: Path, fake_daemon: FakeDaemon
             "bad.toml: engine.kv_dtype: 'q9' is not accepted",
         ),
         (("serve", "--kv-dtype", "q9"), "--kv-dtype: 'q9' is not accepted; use one of int8, fp16"),
-        (("ps", "--host", "nowhere"), "--host: 'nowhere' is not accepted; use HOST:PORT"),
+        (("ps", "--host", "no:where"), "--host: 'no:where' is not accepted; use HOST[:PORT]"),
         (("load", "broken", *at), "shard 2 is missing"),
         (("run", "gone", "Hi", *at), "No model gone here; quantd pull gone"),
         (("run", "tiny", "Hi", "--temperature", "nan", *at), "nan and inf cannot be sent"),
@@ -149,6 +152,43 @@ def test_run_once(quantd, fake_daemon: FakeDaemon) -> None:
             "max_tokens": 5,
         }
     ]
+
+
+def test_an_answer_that_is_cut_ends_its_line(quantd, fake_daemon: FakeDaemon) -> None:
+    fake_daemon.cut = True
+    done = quantd("run", "tiny", "Hi", "--socket", str(fake_daemon.socket))
+    assert (done.returncode, done.stdout) == (1, "Hello there\n")
+    assert "Error: The daemon ended the answer before it was complete." in done.stderr
+
+
+def test_a_model_without_kernels_is_told(quantd, fake_daemon: FakeDaemon) -> None:
+    at = ("--socket", str(fake_daemon.socket))
+    assert "many times slower" in quantd("run", "slow", "Hi", *at).stderr
+    assert "many times slower" in quantd("load", "slow", *at).stderr
+    assert "slower" not in quantd("load", "slow", "--backend", "reference", *at).stderr
+    assert "slower" not in quantd("load", "tiny", *at).stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("box", ("box", 11435)),
+        ("127.0.0.1:8080", ("127.0.0.1", 8080)),
+        ("http://127.0.0.1:8080/", ("127.0.0.1", 8080)),
+        ("[::1]", ("::1", 11435)),
+        ("[::1]:1", ("::1", 1)),
+    ],
+)
+def test_the_port_of_a_host_may_be_left_out(text: str, address: tuple[str, int]) -> None:
+    assert parse_host(text) == address
+
+
+@pytest.mark.parametrize(
+    "text", ["", ":1", "box:", "box:0", "box:65536", "a:b", "::1", "[::1", "https://box", "a/b"]
+)
+def test_what_is_no_host_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_host(text)
 
 
 def test_run_takes_a_piped_prompt_and_says_what_ran(quantd, fake_daemon: FakeDaemon) -> None:

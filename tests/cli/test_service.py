@@ -49,7 +49,11 @@ def test_a_user_s_service_comes_tells_of_itself_and_goes(quantd, calls: Path, tm
     unit = (folder / "quantd.service").read_text()
     assert f"\nExecStart={Path(sys.executable).with_name('quantd')} serve --idle-exit 1h\n" in unit
     assert "ListenStream=%t/quantd/api.sock" in (folder / "quantd.socket").read_text()
-    assert said(calls) == ["--user daemon-reload", "--user enable --now quantd.socket"]
+    assert said(calls) == [
+        "--user show --property=Version",
+        "--user daemon-reload",
+        "--user enable --now quantd.socket",
+    ]
     status = json.loads(quantd("service", "status", "--user", "--json").stdout)
     assert status["quantd.service"]["StatusText"] == "2 running = busy"
     text = quantd("service", "status", "--user").stdout
@@ -77,6 +81,7 @@ def test_the_machine_s_service_brings_its_group(
     assert "ExecStart=/opt/quantd/bin/quantd serve" in written[2].read_text()
     assert "ExecStop=/opt/quantd/bin/quantd service wake" in written[4].read_text()
     assert said(calls) == [
+        "show --property=Version",
         str(written[0]),
         f"--create {written[1]}",
         "daemon-reload",
@@ -96,6 +101,17 @@ def test_an_executable_that_the_unit_cannot_reach_is_refused(
     with pytest.raises(ServiceError, match=reason):
         Units.of_system(tmp_path).install(Path(executable))
     assert not list(tmp_path.iterdir())
+
+
+def test_where_no_manager_answers_nothing_is_written(
+    calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
+) -> None:
+    (tmp_path / "tools" / "systemctl").write_text("#!/bin/sh\necho Host is down >&2; exit 1\n")
+    monkeypatch.setenv("PATH", environment["PATH"])
+    for units in (Units.of_user(tmp_path / "root"), Units.of_system(tmp_path / "root")):
+        with pytest.raises(ServiceError, match="Host is down"):
+            units.install(Path("/opt/quantd/bin/quantd"))
+    assert not (tmp_path / "root").exists() and not calls.exists()
 
 
 def test_the_manager_s_reason_is_told(
@@ -120,7 +136,10 @@ def answering(path: Path, requests: list[bytes]) -> contextlib.closing[socket.so
     listener.listen()
 
     def answer() -> None:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # nobody came before the listener was closed
+            return
         with connection:
             data = b""
             while not data.endswith(b"{}"):

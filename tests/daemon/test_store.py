@@ -276,6 +276,8 @@ def test_a_folder_without_a_manifest_is_no_model_and_is_not_overwritten(
     assert store.list() == []
     with pytest.raises(StoreError, match="in the way"):
         store.import_path(gguf_file)
+    with pytest.raises(ModelNotFoundError, match=r"tiny is here, but has no quantd\.json"):
+        store.get("tiny")
     assert (store.root / "tiny" / "thesis.txt").read_text() == "precious"
 
 

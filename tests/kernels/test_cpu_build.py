@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,6 +74,16 @@ def test_several_may_build_at_once(folder: Path) -> None:
         libraries = set(pool.map(lambda _: build("native", cache), range(4)))
     assert len(libraries) == 1
     assert list(cache.iterdir()) == list(libraries)
+
+
+def test_what_a_killed_build_left_goes_once_it_is_old(folder: Path) -> None:
+    cache = folder / "cache"
+    for name in ("building-old", "building-new"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "attention.o").touch()
+    os.utime(cache / "building-old", (0, 0))
+    library = build("native", cache)
+    assert sorted(cache.iterdir()) == [cache / "building-new", library]
 
 
 def test_the_cache_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
