@@ -117,6 +117,11 @@ def config_home(env: Mapping[str, str] | None = None) -> Path:
     return _xdg(os.environ if env is None else env, "XDG_CONFIG_HOME", ".config").parent
 
 
+def has_display() -> bool:
+    """Whether a browser would have a window."""
+    return any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
+
+
 def is_root() -> bool:
     """Whether this process may change the machine."""
     return os.geteuid() == 0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import webbrowser
 
 import click
 
 from quantd.daemon.cli.client import find_daemon
 from quantd.daemon.cli.options import client_options
-from quantd.daemon.config import client_sockets
+from quantd.daemon.config import client_sockets, has_display
 
 
 @click.command("open")
@@ -22,10 +21,6 @@ def open_command(socket: str | None, host: str | None) -> None:
     name, port = tcp_address(client, client.get("/quantd/status")["listening"])
     url = f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
     click.echo(url)
-    if _has_browser():
+    # A browser in this terminal is not what was asked for.
+    if has_display():
         webbrowser.open(url)
-
-
-def _has_browser() -> bool:
-    """Whether a browser would have a window: one in this terminal is not what was asked for."""
-    return any(os.environ.get(name) for name in ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY"))
