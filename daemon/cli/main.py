@@ -1,70 +1,27 @@
-"""The command `quantd`: the table of subcommands, and how every failure ends.
-
-A subcommand's module is imported when it is needed, and none imports torch, aiohttp or rich at its top.
-"""
+"""The command `quantd`: how every failure ends. What it can do is in quantd.daemon.cli.commands."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 
-import click
-
 from quantd.daemon.endings import end_tidily
-from quantd.kernels.errors import QuantdError
-
-_COMMANDS = {
-    "serve": "serve",
-    "run": "run",
-    "pull": "models",
-    "import": "models",
-    "list": "models",
-    "show": "models",
-    "rm": "models",
-    "plan": "plan",
-    "load": "control",
-    "unload": "control",
-    "ps": "control",
-    "status": "control",
-    "top": "top",
-    "logs": "logs",
-    "stop": "control",
-    "cache": "cache",
-    "connect": "connect",
-    "open": "open",
-    "bench": "bench",
-    "doctor": "doctor",
-    "service": "service",
-    "key": "key",
-    "tune": "tune",
-}
-
-
-class _Commands(click.Group):
-    """Subcommands by the table above: `import` is `import_command` of quantd.daemon.cli.models."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in _COMMANDS:
-            return None
-        module = importlib.import_module(f"quantd.daemon.cli.{_COMMANDS[name]}")
-        command: click.Command = getattr(module, f"{name}_command")
-        return command
-
-
-@click.group(
-    cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
-)
-@click.version_option(package_name="quantd", message="quantd %(version)s")
-def cli() -> None:
-    """Serve quantized language models to the programs of this machine."""
 
 
 def main() -> int:
     """Run the command line; the exit status: 0, 1 for an error, 2 for wrong usage, 128 + N after signal N."""
     end_tidily()
+    try:
+        return _run()
+    except KeyboardInterrupt:  # as early as while modules are imported
+        return 130
+
+
+def _run() -> int:
+    import click
+
+    from quantd.daemon.cli.commands import cli
+    from quantd.kernels.errors import QuantdError
+
     try:
         status = cli.main(prog_name="quantd", standalone_mode=False)
         if sys.stdout is not None:  # as it is where the shell closed it
@@ -75,7 +32,7 @@ def main() -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
+    except click.Abort:
         return 130
     except BrokenPipeError:
         # The reader (`head`, a pager) has gone. Python would complain when it flushes stdout at the end.

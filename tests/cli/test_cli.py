@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -218,6 +219,13 @@ def test_ctrl_c_closes_the_connection_and_is_quiet(
         assert process.wait(10) == 130
         assert b"Traceback" not in process.stderr.read()
     assert fake_daemon.left.wait(10)
+
+
+def test_ctrl_c_while_modules_are_imported_is_quiet(quantd, tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = quantd("ps", PYTHONPATH=paths)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_reader_that_leaves_is_no_traceback(environment: dict[str, str], fake_daemon: FakeDaemon) -> None:
