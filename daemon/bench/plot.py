@@ -23,7 +23,7 @@ def check_plot(file: Path) -> None:
     try:
         import matplotlib  # noqa: F401 - optional
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'quantd[bench]'") from None
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
 
 
 def save_plot(results: Sequence[Result], title: str, file: Path) -> None:

@@ -67,7 +67,8 @@ def _versions() -> Iterator[Finding]:
         try:
             yield Finding("versions", name, metadata.version(name))
         except metadata.PackageNotFoundError:
-            fault, fix = f"{name} is not installed", f"pip install {name}"
+            fix = "pip install torch" if name == "torch" else "pip install -e . in quantd's folder"
+            fault = f"{name} is not installed"
             yield Finding("versions", name, "not installed", fault=fault, fix=fix)
 
 
