@@ -203,6 +203,8 @@ class RequestRecord:
             self.ended = time.monotonic()
             for told in self._on_end:
                 told(self)
+            # Timers that the request set have its context, and so this record, for as long as they run.
+            self._on_cancel.clear()
 
 
 def cancelled() -> RequestCancelledError:

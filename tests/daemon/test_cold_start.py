@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -113,6 +115,25 @@ def test_the_status_says_why_requests_wait_in_the_engine(stats: Stats, why: str)
             ]
 
     in_loop(run)()
+
+
+@in_loop
+async def test_nothing_holds_a_model_that_was_unloaded() -> None:
+    async with running_daemon() as daemon:
+        for path in ("/v1/completions", "/completion"):
+            assert (await daemon.post(path, {"prompt": "hi", "max_tokens": 2, "n_predict": 2}))[0] == 200
+        entry = daemon.service.models.entry("tiny")
+        assert entry.model is not None
+        model = weakref.ref(entry.model)
+        del entry
+        gc.disable()
+        try:
+            assert (await daemon.post("/quantd/unload", {"model": "tiny"}))[0] == 200
+            async with asyncio.timeout(20):
+                while model() is not None:
+                    await asyncio.sleep(0.01)
+        finally:
+            gc.enable()
 
 
 @in_loop
