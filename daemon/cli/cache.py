@@ -54,7 +54,10 @@ def rm_command(
     if as_json:
         print_json(removed)
     else:
-        click.echo(f"Removed {removed['prefixes']} prefixes, {format_bytes(removed['bytes'])}.")
+        count = removed["prefixes"]
+        click.echo(
+            f"Removed {count} {'prefix' if count == 1 else 'prefixes'}, {format_bytes(removed['bytes'])}."
+        )
 
 
 @cache_command.command("pin")

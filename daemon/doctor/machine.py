@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -65,7 +66,9 @@ def _kernels(cache: Path) -> Finding:
             "kernels",
             told,
             fault="the slow reference kernels would run; the compiler's messages are above them",
-            fix=install_command("gcc"),
+            fix=f"let {shlex.quote(str(cache))} be written"
+            if "cannot hold" in told
+            else install_command("gcc"),
         )
     return Finding("processor", "kernels", told)
 

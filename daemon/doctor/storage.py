@@ -32,12 +32,15 @@ def _folder(name: str, path: Path) -> Finding:
     free = shutil.disk_usage(there).free
     value = f"{path}{'' if there == path else ' (not there yet)'}, {format_bytes(free)} free"
     if not os.access(there, os.W_OK | os.X_OK):
+        read_only = os.statvfs(there).f_flag & os.ST_RDONLY
         return Finding(
             "paths",
             name,
             value,
             fault=f"{there} cannot be written",
-            fix=f"sudo chown -R $USER {shlex.quote(str(there))}",
+            fix="set QUANTD_HOME to a folder on a file system that is not read-only"
+            if read_only
+            else f"sudo chown -R $USER {shlex.quote(str(there))}",
         )
     if free < _LITTLE_ROOM:
         return Finding(

@@ -28,7 +28,7 @@ def test_what_is_on_disk_is_listed_pinned_and_removed(quantd, environment: dict[
     ]
     assert "yes" in row
     assert quantd("cache", "pin", "--off", prefix["id"]).returncode == 0
-    assert quantd("cache", "rm", prefix["id"]).stdout.startswith("Removed 1 prefixes, 4.")
+    assert quantd("cache", "rm", prefix["id"]).stdout.startswith("Removed 1 prefix, 4.")
     assert json.loads(quantd("cache", "ls", "--json").stdout) == []
     assert not [path for path in folder.path.iterdir() if len(path.name) == 64]
 

@@ -254,3 +254,9 @@ def test_the_command(quantd: Quantd, environment: dict[str, str]) -> None:
         assert f"\n{section}:\n" in f"\n{done.stdout}"
     gpus = done.stdout.partition("gpus:\n")[2].splitlines()
     assert gpus[0].startswith("  driver     ") and f"  triton     {metadata.version('triton')}" in gpus
+
+
+def test_kernels_that_cannot_be_kept_want_no_compiler(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = [each for each in look_at_processor(tmp_path / "file" / "kernels") if each.name == "kernels"]
+    assert found[0].fault is not None and found[0].fix == f"let {tmp_path}/file/kernels be written"
