@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 MODEL ?= smollm2
 QUESTION ?= What is the capital of France?
 
-.PHONY: run test check bench clients fuzz clean
+.PHONY: run test check bench clients fuzz soak clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -35,6 +35,10 @@ clients: $(VENV)/.test
 # SECONDS: for all targets together. TARGETS: some of them, by name (tests/fuzz/fuzz_targets.py).
 fuzz: $(VENV)/.fuzz
 	$(BIN)/python tests/fuzz/run.py --seconds $(or $(SECONDS),3600) $(TARGETS)
+
+# What the suite does for seconds, for minutes.
+soak: $(VENV)/.test
+	SOAK_SECONDS=$(or $(SECONDS),120) REST_SECONDS=60 $(BIN)/python -m pytest --timeout 900 tests/e2e/test_soak.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

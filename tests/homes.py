@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
+
+from quantd.daemon.store import Store
 
 # What is kept from one run to the next: the real model, compiled kernels.
 TEST_HOME = Path(
@@ -19,3 +23,22 @@ def share_kernels(home: Path) -> None:
     cache.mkdir(parents=True, exist_ok=True)
     if not (cache / "kernels").exists():
         (cache / "kernels").symlink_to(kept)
+
+
+def add_tiny(home: Path, *names: str, template: str | None = None) -> Path:
+    """Put a model into a home under each of the names: random weights in GPTQ form, 8192 positions.
+
+    template: its chat template; else that of its tokenizer. Returns the home.
+    """
+    data, folder = Path(__file__).parent / "data", home / "source"
+    shutil.copytree(data / "fixtures" / "gptqmodel-4b-g32-v2", folder)
+    for file in (data / "tokenizer").iterdir():
+        shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").chmod(0o644)
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    for name in names:
+        Store(home / "models").import_path(folder, name)
+    return home

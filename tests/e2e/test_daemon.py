@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +25,7 @@ import psutil
 import pytest
 from as_user import CAN_SWITCH, USERS, ask_as
 from chromium import chromium, new_page
-from homes import share_kernels
+from homes import add_tiny, share_kernels
 
 from quantd.daemon.store import Store
 
@@ -145,17 +144,7 @@ def serve(home: Path, model: str, *flags: str) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def tiny_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home with the model `tiny`: random weights in GPTQ form, 8192 positions."""
-    home = tmp_path_factory.mktemp("home")
-    folder = home / "tiny"
-    shutil.copytree(DATA / "fixtures" / "gptqmodel-4b-g32-v2", folder)
-    for file in (DATA / "tokenizer").iterdir():
-        shutil.copy(file, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").chmod(0o644)
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    Store(home / "models").import_path(folder, "tiny")
-    return home
+    return add_tiny(tmp_path_factory.mktemp("home"), "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from homes import share_kernels
-from test_daemon import DATA, Served, serve, until
-
-from quantd.daemon.store import Store
+from homes import add_tiny, share_kernels
+from test_daemon import Served, serve, until
 
 PROMPT = [20 + number * number % 97 for number in range(180)]
 
@@ -25,12 +22,7 @@ PROMPT = [20 + number * number % 97 for number in range(180)]
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     share_kernels(home)
-    folder = home / "tiny"
-    shutil.copytree(DATA / "fixtures" / "gptqmodel-4b-g32-v2", folder)
-    for file in (DATA / "tokenizer").iterdir():
-        shutil.copy(file, folder)
-    Store(home / "models").import_path(folder, "tiny")
-    return home
+    return add_tiny(home, "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -15,10 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
-from homes import share_kernels
-from test_daemon import DATA, Served, serve, until
-
-from quantd.daemon.store import Store
+from homes import add_tiny, share_kernels
+from test_daemon import Served, serve, until
 
 MIB = 1 << 20
 # Room for one of the two models: each takes 15 MiB of KV cache.
@@ -47,18 +44,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A home with one model under two names."""
     home = tmp_path_factory.mktemp("home")
     share_kernels(home)
-    folder = home / "source"
-    shutil.copytree(DATA / "fixtures" / "gptqmodel-4b-g32-v2", folder)
-    for file in (DATA / "tokenizer").iterdir():
-        shutil.copy(file, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").chmod(0o644)
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
-    for name in ("tiny", "other"):
-        Store(home / "models").import_path(folder, name)
-    return home
+    return add_tiny(home, "tiny", "other", template=template)
 
 
 @pytest.fixture(scope="module")

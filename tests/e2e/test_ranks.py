@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -18,11 +17,11 @@ import openai
 import psutil
 import pytest
 import torch
+from homes import add_tiny
 from in_process import Completion, InProcessEngine
 from safetensors.torch import load_file, save_file
 from test_daemon import DATA, STORY, serve, until, wait_for_text
 
-from quantd.daemon.store import Store
 from quantd.engine.client import EngineClient
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import EngineDiedError, NumericsError, RequestError
@@ -233,15 +232,7 @@ def test_what_another_rank_finds_wrong_is_told_as_its_own_kind_of_error(tmp_path
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A home with the model `tiny`."""
-    folder = tmp_path / "tiny"
-    shutil.copytree(DATA / "fixtures" / "gptqmodel-4b-g32-v2", folder)
-    for file in (DATA / "tokenizer").iterdir():
-        shutil.copy(file, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").chmod(0o644)
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
-    Store(tmp_path / "models").import_path(folder, "tiny")
-    return tmp_path
+    return add_tiny(tmp_path, "tiny")
 
 
 def test_the_daemon_reports_a_killed_rank_and_loads_the_model_again(home: Path) -> None:
