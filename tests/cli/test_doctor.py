@@ -260,3 +260,15 @@ def test_kernels_that_cannot_be_kept_want_no_compiler(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     found = [each for each in look_at_processor(tmp_path / "file" / "kernels") if each.name == "kernels"]
     assert found[0].fault is not None and found[0].fix == f"let {tmp_path}/file/kernels be written"
+
+
+def test_a_file_system_that_is_read_only_wants_no_chown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = list(os.statvfs(tmp_path))
+    told[8] |= os.ST_RDONLY  # f_flag, of statvfs(3)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(told))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    found = list(look_at_folders(Paths.from_env({"QUANTD_HOME": str(tmp_path)})))
+    assert found[0].fault == f"{tmp_path} cannot be written"
+    assert found[0].fix is not None and "QUANTD_HOME" in found[0].fix
