@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -39,6 +40,8 @@ FIXTURES = Path(__file__).parent / "data" / "fixtures"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the tests, and the processes that they start, an empty home of quantd and a cache of their own."""
+    # A shell's job in the background has it ignored, which what the tests start would inherit.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     settings = [name for name in os.environ if name.startswith("QUANTD_") and name != "QUANTD_TEST_HOME"]
     for name in settings:
         del os.environ[name]

@@ -17,9 +17,12 @@ from quantd.daemon.generation import Generation
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of silence before a sign of life."""
+    """ping_seconds: of silence before a sign of life. header_seconds: before the status and headers go out,
+    while a model loads; what is refused by then has a status of its own.
+    """
 
     ping_seconds: float = 5.0
+    header_seconds: float = 1.0
 
 
 DEFAULT_TIMING = Timing()
@@ -60,10 +63,10 @@ async def send_stream(
 ) -> web.StreamResponse:
     """Send a generation that starts, as it comes, with signs of life, also while its model loads.
 
-    An error before the first sign of life is raised; one after that is told in the stream.
+    An error before the headers is raised; one after that is told in the stream.
     """
     async with _Start(starting) as start:
-        await start.wait(timing.ping_seconds)
+        await start.wait(min(timing.header_seconds, timing.ping_seconds))
         parts = _parts(start, frames, timing.ping_seconds)
         return await send_parts(request, parts, frames.content_type)
 

@@ -49,6 +49,20 @@ def test_a_stream_shows_life_while_its_model_loads(path: str) -> None:
     in_loop(run)()
 
 
+@in_loop
+async def test_headers_do_not_wait_for_the_first_ping() -> None:
+    async with running_daemon(timing=Timing(ping_seconds=600, header_seconds=0.02)) as daemon:
+        daemon.engines.release = asyncio.Event()
+        body = {"model": "tiny", "messages": HI, "stream": True, "max_tokens": 3}
+        async with (
+            asyncio.timeout(30),
+            daemon.session.post("http://x/v1/chat/completions", json=body) as reply,
+        ):
+            assert reply.status == 200
+            daemon.engines.release.set()
+            assert b"[DONE]" in await reply.read()
+
+
 def _takes(path: str, name: str) -> bool:
     if path == "/v1/responses":
         return name == "max_output_tokens"
