@@ -117,12 +117,17 @@ class Progress:
         return 0.0 if self.first is None else self.latest - self.first
 
 
+def _no_reason() -> str:
+    return ""
+
+
 class RequestRecord:
     """One request of a client's.
 
     client: whose it is, as quantd.daemon.access tells them apart, once that is known. route: method and path
     as in the table of routes, if they are there; target: as the client wrote them. received: seconds since
     the epoch; started, loaded, ended: of time.monotonic. loaded: when its model was in memory; None before.
+    why: tells what keeps it waiting for that, in words, or nothing.
     works: the engine requests made of it. status, error: how its HTTP exchange ended. prompts: their text,
     where it is to be logged. on_end: called when all is over.
     """
@@ -144,6 +149,7 @@ class RequestRecord:
         self.client: str | None = None
         self.model: str | None = None
         self.loaded: float | None = None
+        self.why: Callable[[], str] = _no_reason
         self.works: list[Progress] = []
         self.status: int | None = None
         self.error: str | None = None
@@ -161,7 +167,7 @@ class RequestRecord:
 
     def got_model(self, name: str) -> None:
         """Note that its model is in memory."""
-        self.model, self.loaded = name, time.monotonic()
+        self.model, self.loaded, self.why = name, time.monotonic(), _no_reason
 
     def cancel(self) -> None:
         """End what is done for it; whoever waits for that gets a RequestCancelledError."""
@@ -232,6 +238,12 @@ def hold_current() -> Callable[[], None]:
         return lambda: None
     record.hold()
     return record.release
+
+
+def current_wait() -> str:
+    """What the request that is being answered waits for, in a line, if that is known."""
+    record = _CURRENT.get()
+    return "" if record is None else printable(record.why())
 
 
 def note_error(message: str) -> None:

@@ -161,8 +161,12 @@ class Models:
         """The entry of a model that is in memory or on its way."""
         return self._entries[name]
 
-    async def acquire(self, name: str | None) -> LoadedModel:
+    async def acquire(
+        self, name: str | None, waiting: Callable[[ModelEntry], None] = lambda entry: None
+    ) -> LoadedModel:
         """The model of this name, loaded if need be; its `release` must follow.
+
+        waiting: told what it waits for.
 
         None or "default": the latest used, else the configured, else the only one there is. Raises
         ModelNotFoundError, or what keeps the model from loading.
@@ -170,6 +174,7 @@ class Models:
         name = self._resolve(name)
         for _ in range(MOST_DEATHS):
             entry = await self.open(name)
+            waiting(entry)
             try:
                 model = await entry.awaited()
             except EngineDiedError:

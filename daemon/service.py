@@ -35,7 +35,7 @@ from quantd.daemon.embeddings import (
 from quantd.daemon.engine_options import completed, context_len_of, engine_sampling
 from quantd.daemon.generation import Generation
 from quantd.daemon.grammar_check import GrammarChecker
-from quantd.daemon.loaded_model import LoadedModel
+from quantd.daemon.loaded_model import LoadedModel, ModelEntry
 from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import Models
 from quantd.daemon.output_parser import OutputParser, PlainOutput
@@ -52,6 +52,7 @@ from quantd.daemon.prompts import (
 from quantd.daemon.relay import Relay
 from quantd.daemon.requests import ChatRequest, CompletionRequest, InfillRequest, Options
 from quantd.daemon.text import StopStrings
+from quantd.daemon.waits import loading
 from quantd.engine.errors import ContextLengthError, RequestError
 from quantd.engine.request import Request
 
@@ -218,7 +219,11 @@ class Service:
         self._admission.enter(self._client, num_choices, held)
         record = self.activity.join(name, self._client)
         held.callback(record.release)
-        model = await record.unless_cancelled(self.models.acquire(name))
+
+        def wait_for(entry: ModelEntry) -> None:
+            record.why = lambda: loading(entry)
+
+        model = await record.unless_cancelled(self.models.acquire(name, wait_for))
         held.callback(model.release, keep_alive)
         record.got_model(model.name)
         return model, record

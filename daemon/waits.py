@@ -29,7 +29,7 @@ class Wait(msgspec.Struct, frozen=True):
 def waits_of(entry: ModelEntry, stats: Stats | None) -> list[Wait]:
     """The requests of one model that wait, the first in the queue first."""
     now = time.monotonic()
-    waits = [Wait(None, now - since, _loading(entry)) for since in entry.waiting]
+    waits = [Wait(None, now - since, loading(entry)) for since in entry.waiting]
     if entry.model is not None:
         for place, (id, seconds) in enumerate(entry.model.engine.unbegun):
             waits.append(Wait(id, seconds, _queued(place, stats or Stats())))
@@ -38,13 +38,14 @@ def waits_of(entry: ModelEntry, stats: Stats | None) -> list[Wait]:
 
 def reasons(entries: Iterable[ModelEntry], stats: Mapping[str, Stats]) -> dict[str, str]:
     """Why engine requests wait, by id; and why those do that want a model which loads, by its name."""
-    found = {entry.name: _loading(entry) for entry in entries if entry.model is None}
+    found = {entry.name: loading(entry) for entry in entries if entry.model is None}
     for entry in entries:
         found |= {wait.id: wait.why for wait in waits_of(entry, stats.get(entry.name)) if wait.id is not None}
     return found
 
 
-def _loading(entry: ModelEntry) -> str:
+def loading(entry: ModelEntry) -> str:
+    """Why a model is not in memory yet."""
     done, total = entry.progress
     return entry.note or f"{entry.name} is loading" + (f", {100 * done // total} %" if total else "")
 

@@ -15,7 +15,7 @@ from quantd.daemon.sections import Kind, Section, Sections
 from quantd.daemon.wire.anthropic_replies import Error, ErrorObject
 from quantd.daemon.wire.anthropic_request import PageQuery
 from quantd.daemon.wire.errors import Fault, fault_of
-from quantd.daemon.wire.stream import sse_frame
+from quantd.daemon.wire.stream import sse_comment, sse_frame
 from quantd.engine.errors import RequestError
 
 # Who sends it wants Anthropic's shapes, on paths that are OpenAI's too.
@@ -129,8 +129,8 @@ class MessageStream:
         self._open: _BlockForm | None = None
         self._index = -1
 
-    def ping(self) -> bytes:
-        return _event("ping")
+    def ping(self, why: str) -> bytes:
+        return (sse_comment(why) if why else b"") + _event("ping")
 
     def start(self, head: Head) -> Sequence[bytes]:
         usage = usage_object(Usage(head.prompt_tokens, 0, 0), self._caches)

@@ -16,7 +16,7 @@ from quantd.daemon.model_files import USUAL_SAMPLING
 from quantd.daemon.wire.errors import Fault, fault_of
 from quantd.daemon.wire.llama_server_options import OptionFields
 from quantd.daemon.wire.llama_server_replies import LlamaError, LlamaErrorBody
-from quantd.daemon.wire.stream import sse_frame
+from quantd.daemon.wire.stream import sse_comment, sse_frame
 from quantd.daemon.wire.timings import timings
 from quantd.engine.config import EngineConfig
 from quantd.engine.request import Request, SamplingParams
@@ -135,8 +135,8 @@ class CompletionStream:
         """Take what the frames are about."""
         self._reply = Reply(self._body, generation)
 
-    def ping(self) -> bytes:
-        return b":\n\n"
+    def ping(self, why: str) -> bytes:
+        return sse_comment(why)
 
     def start(self, head: Head) -> Sequence[bytes]:
         return []

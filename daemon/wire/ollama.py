@@ -132,7 +132,7 @@ class AnswerStream:
         self._sections = Sections()
         self._call: Section | None = None
 
-    def ping(self) -> bytes:
+    def ping(self, why: str) -> bytes:
         return self._line(self._piece())
 
     def start(self, head: Head) -> Sequence[bytes]:

@@ -16,7 +16,7 @@ from quantd.daemon.loaded_model import LoadedModel
 from quantd.daemon.models import StoredModel
 from quantd.daemon.wire.errors import fault_of, openai_error
 from quantd.daemon.wire.openai_replies import ChatLogprobs, ScoredEntry, TokenEntry
-from quantd.daemon.wire.stream import sse_frame
+from quantd.daemon.wire.stream import sse_comment, sse_frame
 from quantd.daemon.wire.timings import timings
 
 # JSON has no infinity; OpenAI writes this for a token that cannot be.
@@ -39,8 +39,8 @@ class _Stream(ABC):
         self._head: dict[str, Any] = {}
         self._ending: list[dict[str, Any]] = []
 
-    def ping(self) -> bytes:
-        return b": ping\n\n"
+    def ping(self, why: str) -> bytes:
+        return sse_comment(why or "ping")
 
     def start(self, head: Head) -> Sequence[bytes]:
         self._head = reply_head(self.id_prefix, self.object, head)

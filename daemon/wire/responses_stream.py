@@ -9,7 +9,7 @@ from quantd.daemon.deltas import Delta, Head, Usage
 from quantd.daemon.sections import Section, Sections
 from quantd.daemon.wire.responses import Reply, final_status
 from quantd.daemon.wire.responses_output import Event, Status
-from quantd.daemon.wire.stream import sse_frame
+from quantd.daemon.wire.stream import sse_comment, sse_frame
 
 
 class ResponseStream:
@@ -33,8 +33,9 @@ class ResponseStream:
         """Of the response."""
         return self._reply.id
 
-    def ping(self) -> bytes:
-        return b"".join(self.begin()) or self._in_progress()
+    def ping(self, why: str) -> bytes:
+        comment = sse_comment(why) if why else b""
+        return comment + (b"".join(self.begin()) or self._in_progress())
 
     def start(self, head: Head) -> Sequence[bytes]:
         self._reply.started(head)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 import msgspec
 from aiohttp import web
 
+from quantd.daemon.activity import current_wait
 from quantd.daemon.deltas import Delta, Head, Usage
 from quantd.daemon.generation import Generation
 
@@ -33,8 +34,11 @@ class StreamFormat(Protocol):
 
     content_type: ClassVar[str]
 
-    def ping(self) -> bytes:
-        """A sign of life, which clients skip, maybe before all other frames."""
+    def ping(self, why: str) -> bytes:
+        """A sign of life, which clients skip, maybe before all other frames.
+
+        why: what they wait for, if that is known.
+        """
 
     def start(self, head: Head) -> Sequence[bytes]:
         """The frames before any delta."""
@@ -53,6 +57,11 @@ def sse_frame(data: object, event: str | None = None) -> bytes:
     """A server-sent event of one line of JSON, maybe with a name (WHATWG HTML, section 9.2)."""
     name = b"" if event is None else b"event: " + event.encode() + b"\n"
     return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def sse_comment(text: str) -> bytes:
+    """A line that clients skip and people who look at the stream read (WHATWG HTML, section 9.2)."""
+    return f": {text}".rstrip().encode() + b"\n\n"
 
 
 async def send_stream(
@@ -120,14 +129,14 @@ async def _parts(start: _Start, frames: StreamFormat, ping_seconds: float) -> As
     loop = asyncio.get_running_loop()
     try:
         while (generation := await start.wait(ping_seconds)) is None:
-            yield frames.ping()
+            yield frames.ping(current_wait())
         for frame in frames.start(generation.head):
             yield frame
         written = loop.time()
         async for deltas in generation.batches(ping_seconds):
             part = b"".join(frame for delta in deltas for frame in frames.delta(delta))
             if part or not deltas or loop.time() >= written + ping_seconds:
-                yield part or frames.ping()
+                yield part or frames.ping(current_wait())
                 written = loop.time()
         yield b"".join(frames.finish(generation.usage))
     # The boundary of a request once its status is out.

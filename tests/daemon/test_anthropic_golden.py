@@ -30,9 +30,9 @@ EVENT: TypeAdapter[Any] = TypeAdapter(sdk.types.RawMessageStreamEvent)
 
 def frames_of(deltas: Sequence[Delta], caches: bool = True) -> list[bytes]:
     stream = anthropic.MessageStream(caches)
-    frames = [stream.ping(), *stream.start(HEAD), stream.ping()]
+    frames = [stream.ping(""), *stream.start(HEAD), stream.ping("")]
     for delta in deltas:
-        frames += [*stream.delta(delta), stream.ping()]
+        frames += [*stream.delta(delta), stream.ping("")]
     return [*frames, *stream.finish(USAGE)]
 
 

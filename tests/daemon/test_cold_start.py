@@ -37,8 +37,10 @@ def test_a_stream_shows_life_while_its_model_loads(path: str) -> None:
         async with daemon.session.post(url, json={"model": "tiny"} | body | limits) as response:
             assert response.status == 200
             assert response.headers["Content-Type"].startswith(content_type)
-            for _ in range(3):
-                assert await asyncio.wait_for(response.content.readany(), 5)
+            lives = [await asyncio.wait_for(response.content.readany(), 5) for _ in range(3)]
+            assert all(lives)
+            if content_type == "text/event-stream":
+                assert b": tiny is loading, 100 %\n\n" in b"".join(lives)
             daemon.engines.release.set()
             assert end in await response.read()
 
