@@ -86,7 +86,8 @@ class Ranks:
         self._reason = "the ranks were closed"
         for process in self._processes:
             process.close()
-        os.close(self._store)
+        # The file stays open as long as this process lives: torch opens it by its path once more when the
+        # group is gone, whenever that is, and another file must not have the descriptor's number by then.
 
     def _send_to(self, processes: Sequence[_RankProcess], message: ToRank) -> None:
         frame = encode_frame(message)

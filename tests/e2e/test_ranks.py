@@ -25,8 +25,10 @@ from test_daemon import DATA, STORY, serve, until, wait_for_text
 from quantd.engine.client import EngineClient
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import EngineDiedError, NumericsError, RequestError
+from quantd.engine.ranks import Ranks
 from quantd.engine.request import EmbeddingParams, Pooling, Request, SamplingParams, TokenLogprob
 from quantd.engine.runner import LeadingRunner, build_runner
+from quantd.engine.split import World
 
 EXACT = {"kv_dtype": "fp32", "activations": "fp32"}
 
@@ -255,3 +257,11 @@ def test_the_daemon_reports_a_killed_rank_and_loads_the_model_again(home: Path) 
         daemon.process.kill()
         daemon.process.wait()
         assert_gone(again)
+
+
+def test_where_ranks_met_stays_theirs_when_they_are_gone() -> None:
+    """Torch looks there again when the group's last reference goes: never at a file of somebody else."""
+    ranks = Ranks(EngineConfig(model_path="none"), World(1, ((0, 1),)), lambda failed: None)
+    ranks.close()
+    with Path(os.devnull).open("rb"):
+        assert "quantd-ranks" in str(Path(ranks.store).readlink())
