@@ -41,7 +41,7 @@ def reply_for(reasoning: dict[str, str] | None) -> Reply:
 
 def frames_of(reply: Reply, deltas: Sequence[Delta], pings: bool = False) -> list[bytes]:
     stream = ResponseStream(reply, lambda response: None)
-    ping = [stream.ping] if pings else []
+    ping = [lambda: stream.ping("")] if pings else []
     frames = [*(tell() for tell in ping), *stream.start(HEAD)]
     for delta in deltas:
         frames += [*stream.delta(delta), *(tell() for tell in ping)]
