@@ -12,6 +12,7 @@ import psutil
 import pytest
 from daemon_in_loop import in_loop, running_daemon
 from json_schemas import compiled, takes
+from processes import children_of
 
 from quantd.daemon.constraints import (
     Choice,
@@ -148,8 +149,7 @@ async def refusal(checker: GrammarChecker, grammar: str, folder: Path = TOKENIZE
 
 def workers() -> list[psutil.Process]:
     """Processes that check grammars for this one."""
-    children = psutil.Process().children()
-    return [child for child in children if "quantd.daemon.grammar_worker" in child.cmdline()]
+    return children_of(psutil.Process(), "quantd.daemon.grammar_worker")
 
 
 @in_loop

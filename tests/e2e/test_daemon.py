@@ -26,6 +26,7 @@ import pytest
 from as_user import CAN_SWITCH, USERS, ask_as
 from chromium import chromium, new_page
 from homes import add_tiny, share_kernels
+from processes import children_of
 
 from quantd.daemon.store import Store
 
@@ -99,8 +100,7 @@ class Served:
         until(idle, "no request holds a block")
 
     def engine(self) -> psutil.Process:
-        children = psutil.Process(self.process.pid).children()
-        (engine,) = (child for child in children if "quantd.engine.loop" in child.cmdline())
+        (engine,) = children_of(psutil.Process(self.process.pid), "quantd.engine.loop")
         return engine
 
     def send(self, body: dict[str, Any]) -> socket.socket:
