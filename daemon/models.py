@@ -27,6 +27,7 @@ from quantd.daemon.model_files import model_sampling
 from quantd.daemon.preset import Preset
 from quantd.daemon.pulse import Pulse
 from quantd.daemon.room import Resident, Room
+from quantd.daemon.sleep import Sleep
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.engine.client import MakeRoom
 from quantd.engine.config import Allowance, EngineConfig
@@ -37,10 +38,8 @@ _log = logging.getLogger(__name__)
 # An engine answers between two steps; one that does not is left out.
 _STATS_SECONDS = 5.0
 _GARBAGE_SECONDS = 0.1
-# How long requests may take to end before the machine sleeps, and how long loads wait for its end. The
-# clock that counts them stands still in a sleep.
+# How long requests may take to end before the machine sleeps.
 _SUSPEND_SECONDS = 5.0
-_ASLEEP_SECONDS = 60.0
 _LAST_STATS_SECONDS = 0.2
 
 
@@ -122,9 +121,7 @@ class Models:
         self._keep_alive = keep_alive
         self._hang_seconds = hang_seconds
         self._load_tokenizer = load_tokenizer
-        self._awake = asyncio.Event()
-        self._awake.set()
-        self._waking: asyncio.TimerHandle | None = None
+        self._sleep = Sleep()
         self._entries: dict[str, ModelEntry] = {}
         self.on_gone: Callable[[ModelEntry], object] = lambda entry: None
         self.totals = EngineTotals()
@@ -291,18 +288,14 @@ class Models:
 
         Requests have a moment to end. Loads wait for `resume`, but not for long: it may never come.
         """
-        self.resume()
-        self._awake.clear()
-        self._waking = asyncio.get_running_loop().call_later(_ASLEEP_SECONDS, self.resume)
+        self._sleep.begin()
         held = [entry for entry in self.entries if entry.model is None or entry.model.engine.info.on_gpu]
         await asyncio.gather(*(self._unloading(entry, _SUSPEND_SECONDS) for entry in held))
         return [entry.name for entry in held]
 
     def resume(self) -> None:
         """The machine is awake again."""
-        if self._waking is not None:
-            self._waking.cancel()
-        self._awake.set()
+        self._sleep.end()
 
     async def stats(self, detail: bool = False) -> dict[str, Stats]:
         """The counters of each engine that answers, by model name. detail: also of its requests and pool."""
@@ -368,7 +361,7 @@ class Models:
             entry.say("")
             await self._room.take_place(entry.say)
             while True:
-                await self._awake.wait()
+                await self._sleep.over()
                 allowed = msgspec.structs.replace(config, allowance=self.allowance(await self.stats()))
                 try:
                     return await self._start(allowed, entry.report, make_room)

@@ -61,7 +61,6 @@ class BlockWriter:
         chains: deque[Chain],
         put: Callable[[Written], None],
     ) -> None:
-        self.num_written = 0
         self._folder = folder
         self._space = space
         self._pool = pool
@@ -139,9 +138,7 @@ class BlockWriter:
         return None
 
     def _note(self, error: str | None) -> None:
-        if error is None:
-            self.num_written += 1
-        elif not self._stopped:
+        if error is not None and not self._stopped:
             self._stopped = True
             self._chains.clear()
             logger.warning("no more prefixes are written to %s: %s", self._folder.path, error)

@@ -107,7 +107,7 @@ async def test_gpus_are_let_go_before_a_sleep_and_taken_again_after_it() -> None
 
 @in_loop
 async def test_a_sleep_whose_end_is_never_told_ends(monkeypatch) -> None:
-    monkeypatch.setattr("quantd.daemon.models._ASLEEP_SECONDS", 0.05)
+    monkeypatch.setattr("quantd.daemon.sleep._LONGEST_SECONDS", 0.05)
     async with running_daemon() as daemon:
         await daemon.post("/quantd/sleep", {})
         status, _ = await daemon.post("/v1/completions", {"prompt": "hi", "max_tokens": 1})
