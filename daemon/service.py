@@ -14,6 +14,7 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -72,6 +73,14 @@ class _Prompts:
     urgent: bool = False
 
 
+class _Acquired(NamedTuple):
+    """A model, the client's request that wants it, and how long that waited for it."""
+
+    model: LoadedModel
+    record: RequestRecord
+    load_seconds: float
+
+
 class Service:
     """Answers requests with models that it loads as needed.
 
@@ -111,54 +120,47 @@ class Service:
         model from loading.
         """
         with ExitStack() as held:
-            started = time.monotonic()
             rules = AnswerRules(call_rules(request), request.options.constraint)
-            model, record = await self._acquire(
-                request.model, request.options.n, held, request.options.keep_alive
-            )
-            loaded = time.monotonic() - started
+            acquired = await self._acquire(request.model, request.options.n, held, request.options.keep_alive)
+            model = acquired.model
             chat = await chat_format(model, request)
             prompt = await chat_prompt(model, chat, request)
             grammar = await self._chat_grammar(model, chat, prompt, rules)
             parser = partial(chat.parser, prompt, rules)
             prompts, options = _Prompts([prompt.ids]), _with_budget(chat, prompt, request)
-            return self._generate(model, record, prompts, options, held, loaded, parser, grammar)
+            return self._generate(acquired, prompts, options, held, parser, grammar)
 
     async def prompt(self, request: ChatRequest) -> Prompt:
         """The prompt that `chat` would give the model. Raises as `chat`."""
         with ExitStack() as held:
-            model, _ = await self._acquire(request.model, 0, held)
+            model = (await self._acquire(request.model, 0, held)).model
             return await chat_prompt(model, await chat_format(model, request), request)
 
     async def complete(self, request: CompletionRequest) -> Generation:
         """Start to go on with raw prompts; choice j of prompt i has the index i * n + j. Raises as `chat`."""
         options = request.options
         with ExitStack() as held:
-            started = time.monotonic()
             num_choices = options.n * len(request.prompts)
-            model, record = await self._acquire(request.model, num_choices, held, options.keep_alive)
-            loaded = time.monotonic() - started
+            acquired = await self._acquire(request.model, num_choices, held, options.keep_alive)
+            model = acquired.model
             ids = await raw_prompts(model.tokenizer, request.prompts)
             texts = [prompt if isinstance(prompt, str) else None for prompt in request.prompts]
             prompts = _Prompts(ids, field="prompt", echoed=texts if request.echo else None)
             grammar = await self._raw_grammar(model, options.constraint)
-            return self._generate(model, record, prompts, options, held, loaded, grammar=grammar)
+            return self._generate(acquired, prompts, options, held, grammar=grammar)
 
     async def infill(self, request: InfillRequest) -> Generation:
         """Start to fill a gap. Raises as `chat`, also where the model knows no prompts for it."""
         with ExitStack() as held:
-            started = time.monotonic()
-            model, record = await self._acquire(
-                request.model, request.options.n, held, request.options.keep_alive
-            )
-            loaded = time.monotonic() - started
+            acquired = await self._acquire(request.model, request.options.n, held, request.options.keep_alive)
+            model = acquired.model
             writer = infill_writer_of(model)
             prompt = await infill_prompt(model, writer, request)
             options = infill_options(model, writer, request)
             left_out = prompt.num_left_out
             prompts = _Prompts([prompt.ids], field="prompt", num_left_out=left_out, urgent=True)
             grammar = await self._raw_grammar(model, options.constraint)
-            return self._generate(model, record, prompts, options, held, loaded, grammar=grammar)
+            return self._generate(acquired, prompts, options, held, grammar=grammar)
 
     async def embed(self, request: EmbeddingRequest) -> Embeddings:
         """The vectors of some texts, however many.
@@ -167,9 +169,10 @@ class Service:
         GenerationError or EngineDiedError.
         """
         with ExitStack() as held:
-            started = time.monotonic()
             at_once = min(len(request.inputs), MOST_AT_ONCE, self._admission.most)
-            model, record = await self._acquire(request.model, at_once, held, request.keep_alive)
+            model, record, load_seconds = await self._acquire(
+                request.model, at_once, held, request.keep_alive
+            )
             loaded = time.monotonic()
             info, params = model.engine.info, model.head.params(request.dimensions, request.normalize)
             size = sum(len(item) for item in request.inputs if isinstance(item, str))
@@ -184,7 +187,7 @@ class Service:
                 prompt_tokens=sum(map(len, prompts)),
                 completion_tokens=0,
                 cached_tokens=sum(event.num_cached or 0 for event in events),
-                load_seconds=loaded - started,
+                load_seconds=load_seconds,
                 prompt_seconds=time.monotonic() - loaded,
             )
             return Embeddings(model.name, [event.embedding or b"" for event in events], usage)
@@ -193,8 +196,7 @@ class Service:
     async def model(self, name: str | None) -> AsyncIterator[LoadedModel]:
         """A model, kept in memory for the block. Raises what keeps it from loading."""
         with ExitStack() as held:
-            model, _ = await self._acquire(name, 0, held)
-            yield model
+            yield (await self._acquire(name, 0, held)).model
 
     async def load(self, model: str | None, keep_alive: float | None = None) -> None:
         """Have a model in memory, for so many seconds (see KeepAlive). Raises what keeps it from loading."""
@@ -211,11 +213,9 @@ class Service:
 
     async def _acquire(
         self, name: str | None, num_choices: int, held: ExitStack, keep_alive: float | None = None
-    ) -> tuple[LoadedModel, RequestRecord]:
-        """The model, held and counted until `held` is closed; it stays in memory for `keep_alive` then.
-
-        With it the client's request that wants it.
-        """
+    ) -> _Acquired:
+        """The model, held and counted until `held` is closed; it stays in memory for `keep_alive` then."""
+        started = time.monotonic()
         self._admission.enter(self._client, num_choices, held)
         record = self.activity.join(name, self._client)
         held.callback(record.release)
@@ -226,7 +226,7 @@ class Service:
         model = await record.unless_cancelled(self.models.acquire(name, wait_for))
         held.callback(model.release, keep_alive)
         record.got_model(model.name)
-        return model, record
+        return _Acquired(model, record, time.monotonic() - started)
 
     def _keep_prompts(self, record: RequestRecord, model: LoadedModel, prompts: Sequence[list[int]]) -> None:
         """Keep what the model is given for the log, if that is to have it."""
@@ -271,16 +271,15 @@ class Service:
 
     def _generate(
         self,
-        model: LoadedModel,
-        record: RequestRecord,
+        acquired: _Acquired,
         prompts: _Prompts,
         options: Options,
         held: ExitStack,
-        load_seconds: float,
         new_parser: Callable[[], OutputParser] = PlainOutput,
         grammar: str | None = None,
     ) -> Generation:
         """Check every engine request, then start them."""
+        model, record, load_seconds = acquired
         self._keep_prompts(record, model, prompts.ids)
         options = completed(options, model.preset)
         generation_id = uuid.uuid4().hex
