@@ -7,11 +7,14 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import psutil
 import pytest
 from homes import TEST_HOME, share_kernels
+from processes import commands_after_a_while
 
 from quantd.daemon.store import Store
 
@@ -52,6 +55,14 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_CACHE_HOME"] = str(TEST_HOME / "cache")
     os.environ["TRITON_CACHE_DIR"] = str(TEST_HOME / "cache" / "triton")
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """One that stays is named where it was started, not by whichever later test counts its own."""
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    assert commands_after_a_while(before) == []
 
 
 @pytest.fixture(scope="session")

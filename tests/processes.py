@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import time
+
 import psutil
+
+
+def commands_after_a_while(before: set[psutil.Process], seconds: float = 5) -> list[list[str]]:
+    """The command lines of this process' children that still run after some seconds, but for those before."""
+    deadline = time.monotonic() + seconds
+    while left := set(psutil.Process().children(recursive=True)) - before:
+        if time.monotonic() > deadline:
+            return [_command(process) for process in left]
+        time.sleep(0.05)
+    return []
 
 
 def children_of(parent: psutil.Process, module: str) -> list[psutil.Process]:
