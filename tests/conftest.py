@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
-import psutil
 import pytest
 from homes import TEST_HOME, share_kernels
-from processes import commands_after_a_while
+from processes import left_after_a_while, own_children
 
 from quantd.daemon.store import Store
 
@@ -60,9 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def no_process_is_left() -> Iterator[None]:
     """One that stays is named where it was started, not by whichever later test counts its own."""
-    before = set(psutil.Process().children(recursive=True))
+    before = set(own_children())
     yield
-    assert commands_after_a_while(before) == []
+    assert left_after_a_while(before) == []
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import ollama
-import psutil
 import pytest
 from daemon_in_loop import Daemon, in_loop, running_daemon
 from fake_models import write_model
 from gguf_files import write_tiny
 from hub_server import Hub, running_hub
+from processes import own_children
 from test_disconnects import until
 from test_ollama import refusal
 from test_ollama_sdk import async_client, with_sync
@@ -53,10 +53,6 @@ async def told(daemon: Daemon, path: str, body: object) -> list[dict[str, Any]]:
     async with daemon.session.post(f"http://x{path}", json=body) as response:
         assert response.status == 200 and response.headers["Content-Type"] == "application/x-ndjson"
         return [json.loads(line) for line in (await response.read()).splitlines()]
-
-
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
 
 
 @in_loop
@@ -297,9 +293,9 @@ async def test_a_client_that_leaves_ends_its_pull(tmp_path: Path, hub: Hub) -> N
         hub.released.clear()
         lines = await client.pull("hf.co/org/quants:Q8_0", stream=True)
         assert (await anext(lines)).status == "pulling manifest"
-        await until(lambda: bool(children()))
+        await until(lambda: bool(own_children()))
         await lines.aclose()
-        await until(lambda: not children())
+        await until(lambda: not own_children())
         hub.released.set()
         assert [model.name for model in daemon.store.list()] == ["base"]
         assert (await client.pull("hf.co/org/quants:Q8_0")).status == "success"
@@ -316,9 +312,9 @@ async def test_a_pull_that_is_called_off_leaves_nothing(
         hub.released.clear()
         lines = await client.pull("pypi:tiny", stream=True)
         assert (await anext(lines)).status == "pulling manifest"
-        await until(lambda: len(children()) >= 2 and any(daemon.store.root.glob(".partial-*")))
+        await until(lambda: len(own_children()) >= 2 and any(daemon.store.root.glob(".partial-*")))
         await lines.aclose()
-        await until(lambda: not children())
+        await until(lambda: not own_children())
         assert list(daemon.store.root.glob(".partial-*")) == []
         hub.released.set()
 
@@ -333,4 +329,4 @@ async def test_silence_is_filled_with_the_last_line(tmp_path: Path, hub: Hub) ->
             lines = [await response.content.readline() for _ in range(3)]
             assert set(lines) == {b'{"status":"pulling manifest"}\n'}
         hub.released.set()
-        await until(lambda: not children())
+        await until(lambda: not own_children())

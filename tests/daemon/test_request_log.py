@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import multiprocessing
 import os
 import stat
 import subprocess
@@ -174,22 +173,23 @@ def test_rotates_by_size(tmp_path: Path) -> None:
     assert kept == list(range(kept[0], 30)) and len(kept) > 8
 
 
-def _write(path: Path, first: int) -> None:
-    log = RequestLog(path, max_bytes=8000, num_old=100)
-    for number in range(first, first + 100):
-        log.add(record(number))
-    log.close()
+WRITE = """
+import sys
+from pathlib import Path
+from quantd.daemon.activity import Peer, RequestRecord
+from quantd.daemon.request_log import RequestLog
+log = RequestLog(Path(sys.argv[1]), max_bytes=8000, num_old=100)
+for number in range(int(sys.argv[2]), int(sys.argv[2]) + 100):
+    log.add(RequestRecord(f"r{number}", Peer(), "POST /x", "POST /x"))
+log.close()
+"""
 
 
 def test_daemons_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=_write, args=(path, first)) for first in (0, 100)]
-    for other in others:
-        other.start()
-    _write(path, 200)
-    for other in others:
-        other.join(30)
+    commands = [[sys.executable, "-c", WRITE, str(path), str(first)] for first in (0, 100, 200)]
+    for writer in [subprocess.Popen(command) for command in commands]:
+        assert writer.wait(30) == 0
     assert sorted(number for file in tmp_path.iterdir() for number in numbers(file)) == list(range(300))
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from homes import add_tiny
 from in_process import Completion, InProcessEngine
+from processes import own_children
 from safetensors.torch import load_file, save_file
 from test_daemon import DATA, STORY, serve, until, wait_for_text
 
@@ -96,7 +97,7 @@ def test_ranks_answer_as_one_does(name: str) -> None:
         served = InProcessEngine(case.config(), runner).serve([*requests(), *texts()])
     finally:
         runner.ranks.close()
-    assert psutil.Process().children() == []
+    assert own_children() == []
     whole = build_runner(case.config(), lambda done, total: None)
     alone = InProcessEngine(case.config(), whole).serve(requests())
     embedded = InProcessEngine(case.config(), whole).serve(texts())
@@ -194,7 +195,7 @@ async def test_a_cancelled_load_leaves_no_rank() -> None:
     loading = asyncio.Event()
     task = asyncio.create_task(EngineClient.start(CONFIG, lambda *_: loading.set()))
     await loading.wait()
-    processes = psutil.Process().children(recursive=True)
+    processes = own_children()
     assert len(processes) == 2
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -214,7 +215,7 @@ async def test_a_cancelled_load_leaves_no_rank() -> None:
 def test_what_a_model_cannot_be_dealt_out_to_is_refused(ranks: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         build_runner(CASES["tp 2, act-order"].config(**ranks), lambda done, total: None)
-    assert psutil.Process().children() == []
+    assert own_children() == []
 
 
 def test_what_another_rank_finds_wrong_is_told_as_its_own_kind_of_error(tmp_path: Path) -> None:
@@ -228,7 +229,7 @@ def test_what_another_rank_finds_wrong_is_told_as_its_own_kind_of_error(tmp_path
     config = msgspec.structs.replace(CONFIG, model_path=str(folder), tp=1, split="1,1")
     with pytest.raises(NumericsError, match="layer 1 gives NaN"):
         asyncio.run(EngineClient.start(config))
-    assert psutil.Process().children() == []
+    assert own_children() == []
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from fakes import FATAL_TOKEN, continuation, make_info, make_request
+from processes import own_children
 
 from quantd.engine.client import EngineClient
 from quantd.engine.config import Allowance, EngineConfig
@@ -205,7 +206,7 @@ async def test_a_load_that_is_short_of_memory_waits_for_room() -> None:
         with pytest.raises(CapacityError, match="7 bytes") as caught:
             await EngineClient.start(EngineConfig(model_path="short"), None, make, command=COMMAND)
         assert caught.value.shortage == 7
-    assert psutil.Process().children() == []
+    assert own_children() == []
 
 
 @run
@@ -246,7 +247,7 @@ def test_a_load_that_fails_raises_its_reason(model_path: str, error: type[Except
 
     with pytest.raises(error, match=message):
         asyncio.run(start())
-    assert psutil.Process().children() == []
+    assert own_children() == []
 
 
 @run
@@ -259,7 +260,7 @@ async def test_a_cancelled_load_leaves_no_process() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert psutil.Process().children() == []
+    assert own_children() == []
 
 
 def test_a_stopped_process_is_ended_by_force(monkeypatch: pytest.MonkeyPatch) -> None:
