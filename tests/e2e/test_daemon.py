@@ -506,12 +506,21 @@ def test_a_small_real_model_answers(smollm2: Path, tmp_path: Path) -> None:
         assert echoed == "one two three" + daemon.complete(body | {"echo": False})["choices"][0]["text"]
 
 
+# A model of random weights ends its answer at any token: what the page sends asks it not to.
+ENDLESS = """
+const sent = window.fetch;
+const endless = (body) => JSON.stringify({...JSON.parse(body), ignore_eos: true});
+window.fetch = (url, options) => sent(url, options?.body ? {...options, body: endless(options.body)} : options);
+"""
+
+
 def test_the_page_chats_shows_the_pool_and_ends_what_it_began(served: Served, tmp_path: Path) -> None:
     async def use(browser: str) -> None:
         pool = "document.querySelectorAll('#engines canvas')[1]?.toDataURL()"
         async with new_page(browser) as page:
             await page.open(f"{served.url()}/#activity")
             await page.until("document.querySelector('#engines h2')?.innerText === 'tiny'")
+            await page.evaluate(ENDLESS)
             before = await page.evaluate(pool)
             await page.evaluate("void (location.hash = 'chat')")
             await page.until("document.querySelector('#model').value === 'tiny'")
