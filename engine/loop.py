@@ -27,6 +27,7 @@ from quantd.engine.disk_cache import FromDisk, WeightsRead, open_disk_cache
 from quantd.engine.disk_reader import Arrived
 from quantd.engine.disk_writer import Written
 from quantd.engine.errors import CapacityError, RankError
+from quantd.engine.faults import describe, is_gpu_fault, is_out_of_memory, kind_of
 from quantd.engine.grammar import NO_GRAMMARS, Compiled, GrammarCompiler, Grammars, ModelGrammars
 from quantd.engine.messages import (
     Abort,
@@ -60,9 +61,6 @@ BuildRunner: TypeAlias = Callable[[EngineConfig, Progress, Fail, MakeRoom], Runn
 """Progress is told bytes loaded and in all; Fail, from any thread, why the engine can do no more; MakeRoom
 what is wanting before the load, and returns when there may be more.
 """
-
-
-_OUT_OF_MEMORY = ("MemoryError", "OutOfMemoryError")
 
 logger = logging.getLogger(__name__)
 
@@ -187,12 +185,12 @@ class EngineLoop:
 
         One failure may be theirs; a second one is the runner's, and so is a GPU's.
         """
-        if kind_of(error) in _OUT_OF_MEMORY and self.scheduler.put_off(plan):
+        if is_out_of_memory(error) and self.scheduler.put_off(plan):
             logger.warning("a step found too little memory; its youngest request waits: %s", describe(error))
             return []
         logger.error("a step failed", exc_info=error)
         events = self.scheduler.fail(plan, f"the step failed: {describe(error)}")
-        if self._failed_before or isinstance(error, RankError) or _is_gpu_fault(error):
+        if self._failed_before or isinstance(error, RankError) or is_gpu_fault(error):
             self._outbox.add(events)
             raise error
         self._failed_before = True
@@ -255,21 +253,6 @@ def _read(connection: Connection, inbox: SimpleQueue[Incoming]) -> None:
     except Exception:
         logger.exception("the engine process got what it cannot read")
         os._exit(1)
-
-
-def kind_of(error: Exception) -> str:
-    """The error's class; torch has none for memory of the CPU that it could not get."""
-    return "MemoryError" if "can't allocate memory" in str(error) else type(error).__name__
-
-
-def _is_gpu_fault(error: Exception) -> bool:
-    """Whether torch or Triton met a fault of a GPU, behind which every call of its context fails."""
-    return kind_of(error) == "AcceleratorError" or "Triton Error [CUDA]" in str(error)
-
-
-def describe(error: Exception) -> str:
-    """An error in a line: our own speak for themselves."""
-    return str(error) if isinstance(error, QuantdError) else f"{type(error).__name__}: {error}"
 
 
 def _build_runner(config: EngineConfig, progress: Progress, fail: Fail, make_room: MakeRoom) -> Runner:

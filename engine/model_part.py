@@ -20,6 +20,7 @@ from quantd.engine.config import EngineConfig
 from quantd.engine.cuda_graphs import CudaRecorder, DecodeGraphs, size_ladder, width_ladder
 from quantd.engine.devices import compute_dtype, rank_device, rank_memory, rank_threads
 from quantd.engine.errors import CapacityError
+from quantd.engine.faults import is_out_of_memory, kind_of
 from quantd.engine.forward import Eager, Forward, to_device
 from quantd.engine.memory import PROMPT_ROWS
 from quantd.engine.models.decoder import Decoder, last_finite
@@ -193,7 +194,9 @@ class LoadedPart:
         """
         try:
             pool = KVPool.allocate(self._format, self._shape, num_blocks, self.device)
-        except (OSError, torch.OutOfMemoryError) as error:
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                raise
             size = num_blocks * block_bytes(self._format, self._shape)
             raise CapacityError(f"no {size} bytes for the KV cache: {error}; lower kv_memory") from error
         part = ModelPart(self.decoder, self.place, pool, self._forward(pool))
@@ -250,7 +253,9 @@ class Bench:
         """Read and pack the rank's part. Raises CheckpointError, UnsupportedModelError, CapacityError."""
         try:
             weights = load_weights(spec, checkpoint, self.ops, progress, self.place.part, self.device)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if kind_of(error) != "OutOfMemoryError":
+                raise
             raise CapacityError(
                 f"{self.device} has no room for its part of the model's {checkpoint.weight_bytes} bytes of "
                 "weights: free memory, spread the model with split auto or tp, or use backend cpu"

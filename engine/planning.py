@@ -13,8 +13,8 @@ import torch
 
 from quantd.engine.config import EngineConfig
 from quantd.engine.devices import plan_ranks, rank_device, rank_memory, with_backend
+from quantd.engine.faults import describe, kind_of
 from quantd.engine.footprint import Footprint, foresee
-from quantd.engine.loop import describe, kind_of
 from quantd.engine.memory import workspace_bytes
 from quantd.engine.memory_plan import MemoryPlan, plan_memory
 from quantd.engine.messages import Failed

@@ -18,7 +18,7 @@ import msgspec
 
 from quantd.engine.connection import Connection
 from quantd.engine.errors import RankError
-from quantd.engine.loop import describe, kind_of
+from quantd.engine.faults import describe, kind_of
 from quantd.engine.messages import Failed
 from quantd.engine.parent import die_with_parent
 from quantd.engine.rank_messages import Allocate, RankReady, StartRank, Step, ToRank

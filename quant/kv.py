@@ -96,7 +96,7 @@ class KVPool:
     ) -> KVPool:
         """Reserve num_blocks blocks. A CPU's memory is committed page by page as blocks are written.
 
-        Raises OSError where the system refuses even the reservation, torch.OutOfMemoryError where a GPU does.
+        Raises OSError where the system refuses even the reservation, RuntimeError where a GPU does.
         """
         size = block_bytes(format, shape)
         if device.type != "cpu":
