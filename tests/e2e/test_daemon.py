@@ -510,7 +510,8 @@ def test_a_small_real_model_answers(smollm2: Path, tmp_path: Path) -> None:
 ENDLESS = """
 const sent = window.fetch;
 const endless = (body) => JSON.stringify({...JSON.parse(body), ignore_eos: true});
-window.fetch = (url, options) => sent(url, options?.body ? {...options, body: endless(options.body)} : options);
+window.fetch = (url, options) =>
+  sent(url, options?.body ? {...options, body: endless(options.body)} : options);
 """
 
 
