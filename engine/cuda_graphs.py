@@ -6,7 +6,8 @@ up to the next size of a ladder: rows that nobody asked for belong to no request
 they read nothing and are written nowhere. Every other step runs eagerly.
 
 Nothing is recorded before it is wanted: in idle time, or once a size has been met some times, so that a size
-met once in a while costs nobody a wait. All ranks of a stage see the same steps, so they record alike.
+met once in a while costs nobody a wait. All ranks of a stage see the same steps and prepare at the same
+times, so they record alike: what one of them records calls the others.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantd.engine.forward import Forward, Layers, flatten, from_tensors, host_tensors, views
+from quantd.engine.parallel import ALONE, Group
 from quantd.kernels.ops import AttentionInputs, KVLayer
 
 EAGER_USES = 3
@@ -91,7 +93,8 @@ class DecodeGraphs:
     """A Forward that replays decode steps and hands others on to `eager`.
 
     layers, kv: what `eager` calls, with what. sizes, widths: ascending. residual: float32 [sizes[-1], H] on
-    the device, room for the rows that a stage before this one sends; None where token ids enter.
+    the device, room for the rows that a stage before this one sends; None where token ids enter. group: the
+    ranks that record together.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class DecodeGraphs:
         widths: Sequence[int],
         residual: Tensor | None,
         record: Record,
+        group: Group = ALONE,
     ) -> None:
         self._eager = eager
         self._layers = layers
@@ -113,6 +117,7 @@ class DecodeGraphs:
         self._widths = widths
         self._residual = residual
         self._record: Record | None = record
+        self._group = group
         no_ids = torch.empty(0, dtype=torch.int32)
         self._nobody = no_ids if residual is None else residual[:0], _NO_INPUTS
         # All sizes read from the same memory, for one step is under way at a time.
@@ -150,15 +155,25 @@ class DecodeGraphs:
         return Size(_rung(self._sizes, num_requests), _rung(self._widths, width))
 
     def _add(self, size: Size) -> None:
-        """Record a size, with a step of nobody. Where that fails nothing is recorded any more."""
+        """Record a size, with a step of nobody. Where that fails for one rank none records any more."""
         if self._record is None:
             return
         step = self._put(size, *self._nobody)
+        replay, reason = None, "another rank of the stage could not"
         try:
-            self._replays[size] = self._record(lambda: self._layers(*step, self._kv))
+            replay = self._record(lambda: self._layers(*step, self._kv))
         except RuntimeError as error:
+            reason = str(error)
+        if self._all(replay is not None) and replay is not None:
+            self._replays[size] = replay
+        else:
             self._record = None
-            logger.warning("decode steps cannot be recorded, and run as they are from now on: %s", error)
+            logger.warning("decode steps cannot be recorded, and run as they are from now on: %s", reason)
+
+    def _all(self, yes: bool) -> bool:
+        """Whether all ranks of the group say so."""
+        votes = self._group.all_reduce(torch.full((1, 1), float(yes), device=self._device))
+        return int(votes) == self._group.size
 
     def _put(self, size: Size, entering: Tensor, inputs: AttentionInputs) -> tuple[Tensor, AttentionInputs]:
         """Bring a step to where the recorded one reads it; returns that place."""

@@ -72,7 +72,7 @@ class ModelPart:
 
     @torch.inference_mode()
     def prepare(self) -> bool:
-        """See Forward; for an engine of one rank."""
+        """See Forward."""
         return self._forward.prepare()
 
     def blocks(self) -> PoolBlocks | None:
@@ -226,6 +226,7 @@ class LoadedPart:
             widths=width_ladder(most_blocks),
             residual=residual,
             record=CudaRecorder(),
+            group=self.place.group,
         )
 
     @property

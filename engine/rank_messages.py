@@ -1,7 +1,7 @@
 """The frames between rank 0 of an engine and its other ranks (torch-free); see quantd.engine.connection.
 
-StartRank, then RankLoaded; Allocate, then RankReady; then Steps, which are not answered: what ranks compute
-together passes through their groups. Failed may come at any time.
+StartRank, then RankLoaded; Allocate, then RankReady; then Steps, which are not answered (what ranks compute
+together passes through their groups), and in idle time Prepare, then Prepared. Failed may come at any time.
 """
 
 from __future__ import annotations
@@ -58,5 +58,15 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     sample_rows: bytearray
 
 
-ToRank = StartRank | Allocate | Step
-FromRank = RankLoaded | RankReady | Failed
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Rank 0 -> rank: do a part of what makes later steps faster (see Runner)."""
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """Rank -> rank 0: that is done; whether more is left."""
+
+    more: bool
+
+
+ToRank = StartRank | Allocate | Step | Prepare
+FromRank = RankLoaded | RankReady | Prepared | Failed

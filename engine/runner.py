@@ -31,7 +31,7 @@ from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.models.spec import DecoderSpec
 from quantd.engine.plan import EntryOutput, Plan, PlanEntry, PoolBlocks, StepOutput
 from quantd.engine.pooling import HiddenRow, pool, pooled_rows
-from quantd.engine.rank_messages import Allocate, RankLoaded, RankReady, StartRank
+from quantd.engine.rank_messages import Allocate, Prepare, Prepared, RankLoaded, RankReady, StartRank
 from quantd.engine.ranks import Fail, Ranks
 from quantd.engine.request import TokenLogprob
 from quantd.engine.sampler import Sample, Sampler, check_finite
@@ -232,8 +232,13 @@ class LeadingRunner(ModelRunner):
             raise self.ranks.explain(error) from error
 
     def prepare(self) -> bool:
-        """Nothing: what ranks do, they do together."""
-        return False
+        """See Runner: every rank its part, since what is left for one may be done for another's stage."""
+        try:
+            self.ranks.send(Prepare())
+            more = super().prepare()
+            return any([more, *(answer.more for answer in self.ranks.collect(Prepared))])
+        except Exception as error:
+            raise self.ranks.explain(error) from error
 
     def _hidden(self, batch: Batch) -> Tensor:
         self.ranks.send(step_of(batch))

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -21,7 +21,10 @@ from quantd.engine.errors import RankError
 from quantd.engine.faults import describe, kind_of
 from quantd.engine.messages import Failed
 from quantd.engine.parent import die_with_parent
-from quantd.engine.rank_messages import Allocate, RankReady, StartRank, Step, ToRank
+from quantd.engine.rank_messages import Allocate, Prepare, Prepared, RankReady, StartRank, Step, ToRank
+
+if TYPE_CHECKING:
+    from quantd.engine.model_part import ModelPart
 
 T = TypeVar("T")
 
@@ -51,7 +54,6 @@ def _run(connection: Connection) -> None:
     # Torch takes seconds to import; by now it would be known if the engine were gone.
     from quantd.engine.model_part import load_part
     from quantd.engine.models.architectures import decoder_spec
-    from quantd.engine.step_frame import batch_of
     from quantd.quant.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(Path(start.config.model_path))
@@ -59,9 +61,20 @@ def _run(connection: Connection) -> None:
     connection.send(loaded.memory)
     part = loaded.allocate(_receive(connection, Allocate).num_blocks)
     connection.send(RankReady())
-    steps = msgspec.msgpack.Decoder(Step)
+    follow(connection, part)
+
+
+def follow(connection: Connection, part: ModelPart) -> None:
+    """Do as rank 0 says. Raises EOFError when it is gone."""
+    from quantd.engine.step_frame import batch_of  # needs torch
+
+    decoder = msgspec.msgpack.Decoder[Step | Prepare](Step | Prepare)
     while True:
-        part.follow(batch_of(connection.receive(steps)))
+        match connection.receive(decoder):
+            case Step() as step:
+                part.follow(batch_of(step))
+            case Prepare():
+                connection.send(Prepared(part.prepare()))
 
 
 def _receive(connection: Connection, kind: type[T]) -> T:

@@ -95,6 +95,7 @@ def test_ranks_answer_as_one_does(name: str) -> None:
     assert isinstance(runner, LeadingRunner)
     try:
         served = InProcessEngine(case.config(), runner).serve([*requests(), *texts()])
+        assert not runner.prepare()  # there are no graphs on a CPU, as every rank says
     finally:
         runner.ranks.close()
     assert own_children() == []

@@ -1,0 +1,230 @@
+"""Rank 0 leads, others follow its frames and record the same steps: ranks as threads, graphs in Python."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, cast
+
+import msgspec
+import pytest
+import torch
+from fakes import make_info
+from in_process import InProcessEngine
+from model_oracle import FakeCheckpoint
+from rank_threads import CPU, RankThreads, rank_threads
+from test_model_part import BLOCK_SIZE, NUM_LAYERS, WORLDS, checkpoint_of
+from test_model_part import part_of as reference_part
+from torch import Tensor
+
+from quantd.engine.config import EngineConfig
+from quantd.engine.connection import Connection
+from quantd.engine.cuda_graphs import EAGER_USES, DecodeGraphs, Replay
+from quantd.engine.forward import Eager
+from quantd.engine.model_part import ModelPart
+from quantd.engine.models.architectures import decoder_spec
+from quantd.engine.models.decoder import Decoder
+from quantd.engine.parallel import Place
+from quantd.engine.rank_messages import FromRank, ToRank
+from quantd.engine.ranks import Ranks
+from quantd.engine.request import Request, SamplingParams
+from quantd.engine.runner import LeadingRunner, ModelRunner
+from quantd.engine.sampler import Sampler
+from quantd.engine.shard import Part
+from quantd.engine.weights import load_weights
+from quantd.engine.worker import follow
+from quantd.kernels.ops import AttentionInputs, HeadShape
+from quantd.kernels.reference import ReferenceOps
+from quantd.quant.kv import FORMATS, KVPool, KVShape
+
+CONFIG = EngineConfig(model_path="", kv_dtype="fp32", block_size=BLOCK_SIZE)
+INFO = msgspec.structs.replace(make_info(16, BLOCK_SIZE, max_model_len=128), vocab_size=101)
+
+
+class Graphs:
+    """A Record in Python, which counts. fails: as recording may on one GPU and not on others."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.shapes: list[tuple[int, ...]] = []
+        self.num_replays = 0
+
+    def __call__(self, run: Callable[[], Tensor]) -> Replay:
+        out = run()
+        if self.fails:
+            raise RuntimeError("no memory to record in")
+        self.shapes.append(tuple(out.shape))
+
+        def replay() -> Tensor:
+            self.num_replays += 1
+            return out.copy_(run())
+
+        return replay
+
+
+class FilledOps(ReferenceOps):
+    """The reference, for decode steps filled up with rows of nobody, as GPUs' kernels take them."""
+
+    def rope_kv_write(
+        self, qkv: Tensor, heads: HeadShape, inputs: AttentionInputs, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        number = int(inputs.query_start[-1])
+        q = qkv.new_zeros(len(qkv), heads.num_heads * heads.head_dim)
+        if number:
+            q[:number] = super().rope_kv_write(qkv[:number], heads, real(inputs), *args, **kwargs)
+        return q
+
+    def attention(self, q: Tensor, heads: HeadShape, inputs: AttentionInputs, *args: Any) -> Tensor:
+        number, out = int(inputs.query_start[-1]), torch.zeros_like(q)
+        out[:number] = super().attention(q[:number], heads, real(inputs), *args)
+        return out
+
+
+def real(inputs: AttentionInputs) -> AttentionInputs:
+    """Without the rows, and requests, of nobody."""
+    rows = int(inputs.query_start[-1])
+    number = int(torch.searchsorted(inputs.query_start, rows))
+    return AttentionInputs(
+        positions=inputs.positions[:rows],
+        slots=inputs.slots[:rows],
+        query_start=inputs.query_start[: number + 1],
+        context_len=inputs.context_len[:number],
+        block_tables=inputs.block_tables[:number],
+    )
+
+
+class Led:
+    """The Ranks of threads: what they are told and say goes through sockets, as between processes."""
+
+    def __init__(self, parts: list[ModelPart], pool: ThreadPoolExecutor) -> None:
+        pairs = [socket.socketpair() for _ in parts]
+        self.sent: list[ToRank] = []
+        self._theirs, self._ours = ([Connection(sock) for sock in ends] for ends in zip(*pairs, strict=True))
+        self._decoder = msgspec.msgpack.Decoder[FromRank](FromRank)
+        self._following: list[Future[None]] = [
+            pool.submit(follow, connection, part) for connection, part in zip(self._ours, parts, strict=True)
+        ]
+
+    def send(self, message: ToRank) -> None:
+        self.sent.append(message)
+        for connection in self._theirs:
+            connection.send(message)
+
+    def collect(self, kind: type[FromRank]) -> list[FromRank]:
+        answers = [connection.receive(self._decoder) for connection in self._theirs]
+        assert all(isinstance(answer, kind) for answer in answers)
+        return answers
+
+    def explain(self, error: Exception) -> Exception:
+        return error
+
+    def close(self) -> None:
+        for connection in self._theirs:
+            connection.close()
+        for following in self._following:
+            with pytest.raises(EOFError):
+                following.result(10)
+        for connection in self._ours:
+            connection.close()
+
+
+def part_of(checkpoint: FakeCheckpoint, place: Place, graphs: Graphs) -> ModelPart:
+    """Its decode steps are recorded for 1, 2 and 4 requests."""
+    spec = decoder_spec(checkpoint.config)
+    ops = FilledOps("fp32")
+    weights = load_weights(spec, checkpoint, ops, lambda done, total: None, place.part)
+    decoder = Decoder(spec, weights, ops, place.part, place.group)
+    shape = KVShape(len(place.part.layers), decoder.heads.num_kv_heads, decoder.heads.head_dim, BLOCK_SIZE)
+    pool = KVPool.allocate(FORMATS["fp32"], shape, 16, CPU)
+    kv, residual = pool.layers(), None
+    if not place.part.has_ends:
+        residual = torch.zeros(4, spec.hidden_size)
+    eager = Eager(decoder.forward, kv, CPU)
+    forward = DecodeGraphs(eager, decoder.forward, kv, CPU, (1, 2, 4), (8,), residual, graphs, place.group)
+    return ModelPart(decoder, place, pool, forward)
+
+
+class World:
+    """Ranks that compute together, and the recorder of each."""
+
+    def __init__(self, threads: RankThreads, failing: tuple[int, ...], pool: ThreadPoolExecutor) -> None:
+        self.graphs = [Graphs(rank in failing) for rank in range(threads.world.size)]
+        checkpoint = checkpoint_of("gptq")
+        parts = threads.run(lambda rank, place: part_of(checkpoint, place, self.graphs[rank]))
+        self.ranks = Led(parts[1:], pool)
+        self.runner = LeadingRunner(parts[0], Sampler(), INFO, cast(Ranks, self.ranks))
+
+    def texts(self, num_requests: int, max_tokens: int) -> list[list[int]]:
+        served = InProcessEngine(CONFIG, self.runner).serve(requests(num_requests, max_tokens))
+        return [completion.token_ids for completion in served]
+
+    def recorded(self) -> list[list[int]]:
+        """Numbers of requests, for each rank."""
+        return [[shape[0] for shape in graphs.shapes] for graphs in self.graphs]
+
+
+@contextmanager
+def world(name: str, failing: tuple[int, ...] = ()) -> Iterator[World]:
+    size = WORLDS[name].size
+    with rank_threads(WORLDS[name], width=64) as threads, ThreadPoolExecutor(size) as pool:
+        made = World(threads, failing, pool)
+        try:
+            yield made
+        finally:
+            made.ranks.close()
+
+
+def requests(number: int, max_tokens: int) -> list[Request]:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return [Request(id=str(i), prompt=[7 + i, 9, 11 * i + 3], sampling=sampling) for i in range(number)]
+
+
+@cache
+def expected(num_requests: int, max_tokens: int) -> list[list[int]]:
+    """What one rank writes, without graphs."""
+    part = reference_part(checkpoint_of("gptq"), Place(Part(range(NUM_LAYERS))))
+    runner = ModelRunner(part, Sampler(), INFO)
+    served = InProcessEngine(CONFIG, runner).serve(requests(num_requests, max_tokens))
+    return [completion.token_ids for completion in served]
+
+
+@pytest.mark.parametrize("name", ["tp 2", "two stages", "three stages of two"])
+def test_ranks_record_the_same_steps_in_idle_time_and_replay_them(name: str) -> None:
+    with world(name) as made:
+        assert not made.runner.prepare()
+        assert made.recorded() == [[1]] * len(made.graphs)
+        for number in (3, 3, 2):
+            made.texts(number, max_tokens=2)
+        assert made.runner.prepare()
+        assert not made.runner.prepare()
+        assert made.recorded() == [[1, 4, 2]] * len(made.graphs)
+        assert made.texts(3, max_tokens=9) == expected(3, 9)
+        assert [graphs.num_replays for graphs in made.graphs] == [8] * len(made.graphs)
+
+
+def test_a_rank_that_cannot_record_keeps_the_others_of_its_stage_from_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING), world("tp 2", failing=(1,)) as made:
+        assert made.texts(3, max_tokens=EAGER_USES + 4) == expected(3, EAGER_USES + 4)
+        assert not made.runner.prepare()
+        assert [graphs.num_replays for graphs in made.graphs] == [0, 0]
+        assert made.texts(1, max_tokens=4) == expected(1, 4)
+    assert sorted(record.getMessage().rpartition(": ")[2] for record in caplog.records) == [
+        "another rank of the stage could not",
+        "no memory to record in",
+    ]
+
+
+def test_a_stage_goes_on_recording_when_that_of_rank_0_cannot() -> None:
+    with world("two stages", failing=(0,)) as made:
+        for number in (3, 2):
+            made.texts(number, max_tokens=2)
+        assert [made.runner.prepare() for _ in range(3)] == [True, True, False]
+        assert made.recorded() == [[], [1, 4, 2]]
+        assert made.texts(3, max_tokens=5) == expected(3, 5)
+        assert [graphs.num_replays for graphs in made.graphs] == [0, 4]
