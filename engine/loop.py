@@ -238,8 +238,12 @@ def serve(fd: int, build_runner: BuildRunner) -> None:
     except Exception as error:
         if not isinstance(error, QuantdError):
             logger.exception("the engine process ends")
-        send(Failed(kind=kind_of(error), message=describe(error)))
-        sys.exit(1)
+        # At once: on its way out Python would free the model. That may take for ever, as a group of ranks
+        # waits while steps that were recorded with it are there, and it may fail on a GPU that had a fault.
+        try:
+            send(Failed(kind=kind_of(error), message=describe(error)))
+        finally:
+            os._exit(1)
 
 
 def _read(connection: Connection, inbox: SimpleQueue[Incoming]) -> None:

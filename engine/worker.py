@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,13 +41,14 @@ def serve(fd: int) -> None:
         _run(connection)
     except (EOFError, ConnectionError):
         os._exit(0)
-    except RankError as error:
-        # Whose fault that was, and that all is over, is rank 0's to say.
-        logger.info("%s", error)
     except Exception as error:
-        logger.exception("a rank cannot go on")
-        connection.send(Failed(kind_of(error), describe(error)))
-    _wait_for_end(connection)
+        # The error holds the rank's part while this block lasts. To free that could take for ever, as a group
+        # waits while steps that were recorded with it are there.
+        try:
+            _tell(error, connection)
+            _wait_for_end(connection)
+        finally:
+            os._exit(1)
 
 
 def _run(connection: Connection) -> None:
@@ -77,6 +79,15 @@ def follow(connection: Connection, part: ModelPart) -> None:
                 connection.send(Prepared(part.prepare()))
 
 
+def _tell(error: Exception, connection: Connection) -> None:
+    if isinstance(error, RankError):
+        # Whose fault that was, and that all is over, is rank 0's to say.
+        logger.info("%s", error)
+    else:
+        logger.error("a rank cannot go on", exc_info=error)
+        connection.send(Failed(kind_of(error), describe(error)))
+
+
 def _receive(connection: Connection, kind: type[T]) -> T:
     return connection.receive(msgspec.msgpack.Decoder(kind))
 
@@ -84,11 +95,9 @@ def _receive(connection: Connection, kind: type[T]) -> T:
 def _wait_for_end(connection: Connection) -> None:
     """Return when rank 0 has hung up; steps that it still sends are of no use."""
     decoder = msgspec.msgpack.Decoder[ToRank](ToRank)
-    try:
+    with suppress(EOFError, ConnectionError):
         while True:
             connection.receive(decoder)
-    except (EOFError, ConnectionError):
-        os._exit(1)
 
 
 if __name__ == "__main__":

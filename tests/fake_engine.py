@@ -14,6 +14,13 @@ from quantd.engine.ranks import Fail
 from quantd.quant.errors import CheckpointError
 
 
+class Clinging(FakeRunner):
+    """Freeing it takes for ever, as with a group of GPUs while steps that were recorded with it are there."""
+
+    def __del__(self) -> None:
+        time.sleep(600)
+
+
 def build_runner(config: EngineConfig, progress: Progress, fail: Fail, make_room: MakeRoom) -> FakeRunner:
     for done in (1, 2, 3):
         progress(done, 3)
@@ -36,7 +43,7 @@ def build_runner(config: EngineConfig, progress: Progress, fail: Fail, make_room
             return FakeRunner(make_info(num_blocks=allowance.limit or 0))
         case "hangs":
             time.sleep(600)
-    return FakeRunner(make_info(num_blocks=4096), step_seconds=float(config.model_path))
+    return Clinging(make_info(num_blocks=4096), step_seconds=float(config.model_path))
 
 
 if __name__ == "__main__":
