@@ -155,11 +155,11 @@ class EngineOptions:
         choice(get_args(Activations)),
         "fp32 keeps activations unrounded where a backend would round them.",
     )
-    same_bits: bool = setting_like(
+    same_bits: bool | None = setting_like(
         EngineConfig,
         "same_bits",
         switch(),
-        "On a GPU, answers do not depend on who else is served; a little slower.",
+        "On a GPU, answers do not depend on who else is served. On, but off before sm_80, where it is slow.",
     )
     kv_memory: int | None = setting_like(
         EngineConfig, "kv_memory", size(), "Memory of the KV cache; what is free if not given."

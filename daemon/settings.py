@@ -27,6 +27,11 @@ class Kind:
     accepts: str
     parse: Callable[[object], object]
 
+    @property
+    def is_switch(self) -> bool:
+        """Whether a flag without a value says it."""
+        return not self.metavar
+
 
 @dataclasses.dataclass(frozen=True)
 class Setting:

@@ -28,7 +28,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path: a model folder (see quantd.quant.checkpoint). kv_memory: bytes of the block pool, or
     None for what is free. vram_reserve: bytes of a GPU that the pool leaves to other programs. max_model_len:
     tokens of one request, or None for the model's own limit. same_bits: on a GPU too, a request's bits never
-    depend on who is beside it, which rules out the vendor's matrix product.
+    depend on who is beside it, which rules out the vendor's matrix product; None: where that is fast.
     max_num_tokens: the token budget of a step. threads: of each rank, 0 for one a physical core over all
     ranks. kernel_cache: folder of the kernels compiled on this machine, or None for the user's cache folder.
     prefix_folder: where blocks are kept on disk, None for nowhere. disk_cache: bytes of all of them, 0 for
@@ -41,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     backend: Backend = "auto"
     kv_dtype: KVDtype = "int8"
     activations: Activations = "auto"
-    same_bits: bool = True
+    same_bits: bool | None = None
     kv_memory: int | None = None
     vram_reserve: int = 1 << 30
     max_model_len: int | None = None

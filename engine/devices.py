@@ -14,6 +14,7 @@ from quantd.engine.machine import available_memory
 from quantd.engine.models.spec import DecoderSpec
 from quantd.engine.shard import head_shares
 from quantd.engine.split import AUTO, World, ends_in_layers, plan_world, stage_memory
+from quantd.kernels.gpu.tuning import gpu_of
 from quantd.kernels.machine import physical_cores
 from quantd.kernels.select import choose_backend
 
@@ -58,6 +59,16 @@ def plan_ranks(config: EngineConfig, spec: DecoderSpec, weight_bytes: int) -> Wo
 def rank_device(config: EngineConfig, rank: int) -> torch.device:
     """Where a rank computes: on the GPU of its number, or on the CPU, which ranks share."""
     return torch.device("cuda", rank) if _num_gpus(config) else torch.device("cpu")
+
+
+def keeps_bits(config: EngineConfig, num_ranks: int) -> bool:
+    """Whether a request's bits are not to depend on who is beside it: as asked, or else where that is fast.
+
+    Without tensor-core products it takes a pass over the weights for each row. The same answer on every rank.
+    """
+    if config.same_bits is not None:
+        return config.same_bits
+    return all(gpu_of(rank_device(config, rank)).has_dots for rank in range(num_ranks))
 
 
 def rank_memory(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from quantd.engine.batch import Batch, build_batch
 from quantd.engine.config import EngineConfig
 from quantd.engine.cuda_graphs import CudaRecorder, DecodeGraphs, size_ladder, width_ladder
-from quantd.engine.devices import compute_dtype, rank_device, rank_memory, rank_threads
+from quantd.engine.devices import compute_dtype, keeps_bits, rank_device, rank_memory, rank_threads
 from quantd.engine.errors import CapacityError
 from quantd.engine.faults import is_out_of_memory, kind_of
 from quantd.engine.forward import Eager, Forward, to_device
@@ -281,9 +281,8 @@ def set_up(start: StartRank, spec: DecoderSpec, checkpoint: Checkpoint) -> Bench
         place = connect(world, rank, FileStore(start.store, world.size), spec.hidden_size, device)
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
     dtype = compute_dtype(checkpoint.config, spec, device)
-    ops = select_ops(
-        config.backend, config.activations, threads, kernel_cache, device, dtype, config.same_bits
-    )
+    same_bits = keeps_bits(config, world.size)
+    ops = select_ops(config.backend, config.activations, threads, kernel_cache, device, dtype, same_bits)
     return Bench(config, place, device, ops)
 
 

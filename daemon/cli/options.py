@@ -50,7 +50,7 @@ def settings_options(*records: type[Any]) -> Decorator:
 
 def _option(setting: Setting) -> Decorator:
     note = "" if setting.default in (None, "") else f" Default: {setting.default}."
-    if isinstance(setting.default, bool):
+    if setting.kind.is_switch:
         return click.option(
             f"{setting.flag}/--no-{setting.flag[2:]}", setting.name, default=None, help=setting.help + note
         )

@@ -16,7 +16,6 @@ from quantd.kernels.ops import HeadShape
 SHORT_LEN = 8
 # What partial results may take, in bytes, unless those of a single split take more.
 SCRATCH_BYTES = 128 << 20
-_TENSOR_CORES = 80  # the first capability on which Triton makes use of them
 # Programs wanted for each processor of the GPU, and so many at least along the context of a request,
 # which may be far longer than the rest of its batch.
 _PROGRAMS_PER_PROCESSOR = 16
@@ -72,7 +71,7 @@ def tiling_for(dim: int, gpu: Gpu) -> Tiling:
     A tile's keys and values lie in shared memory, loaded one tile ahead. Where there is much of it tiles
     are longer; in any case it holds several programs. Without tensor cores a dot wants registers instead.
     """
-    if gpu.capability < _TENSOR_CORES:
+    if not gpu.has_dots:
         return Tiling(16)
     roomy = gpu.capability in (80, 87, 90, 100, 103)
     return Tiling(64 if dim <= (128 if roomy else 64) else 32)
@@ -80,7 +79,7 @@ def tiling_for(dim: int, gpu: Gpu) -> Tiling:
 
 def num_warps_for(dim: int, gpu: Gpu) -> int:
     """Of a program. Wide heads without tensor cores take the registers of more."""
-    return 8 if dim == 256 and gpu.capability < _TENSOR_CORES else 4
+    return 8 if dim == 256 and not gpu.has_dots else 4
 
 
 def plan(
@@ -122,7 +121,7 @@ def _tile_rows(share: Share, heads: HeadShape, gpu: Gpu) -> int:
     add in the same order.
     """
     fills = share.usual_len * _group(heads) > 16
-    return 32 if fills and heads.head_dim <= 128 and gpu.capability >= _TENSOR_CORES else 16
+    return 32 if fills and heads.head_dim <= 128 and gpu.has_dots else 16
 
 
 def _group(heads: HeadShape) -> int:

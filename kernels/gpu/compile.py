@@ -31,6 +31,8 @@ SHARED_MEMORY = {
     120: 99 << 10,
 }
 TARGETS = tuple(SHARED_MEMORY)
+FIRST_DOT = 80
+"""Lowest compute capability with tensor-core products from Triton."""
 
 _TENSOR_CORE = re.compile(r"\b(?:[HIQO]MMA|[HIQ]GMMA|UTC\w*MMA)\b")
 _WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.\S*\b(?:128|256)\b")

@@ -71,17 +71,19 @@ def _gemv_kernel(
         group = 0
         if BLOCKS_PER_GROUP > 0:
             group = block // BLOCKS_PER_GROUP
-        scales = tl.load(scale + group * header_stride + headers).to(tl.float32)
+        part = tl.sum(weights * inputs[None, :], 1)
+        if scale is not None:
+            part *= tl.load(scale + group * header_stride + headers).to(tl.float32)
         if offset is not None:
             offsets = tl.load(offset + group * header_stride + headers).to(tl.float32)
             total += offsets * tl.load(sums + block * num_rows + row)
-        total += scales * tl.sum(weights * inputs[None, :], 1)
+        total += part
     at = (split * num_rows + row).to(tl.int64) * N + columns
     tl.store(out + at, total, mask=columns < N)
 
 
 def gemv(inputs: Inputs, weight: GpuWeight, how: Finish, splits: int) -> Tensor:
-    """Prepared inputs of M rows, floats, times the W.T of codes, finished -> [M, N]."""
+    """Prepared inputs of M rows, floats, times W.T, finished -> [M, N]."""
     num_rows, n = len(inputs.values), weight.shape[0]
     split_blocks, splits = cut(shape_of(weight, inputs.values.dtype), splits)
     parts = torch.empty(splits, num_rows, n, dtype=torch.float32, device=inputs.values.device)

@@ -8,8 +8,13 @@
 | any, logits | tiled.py | tiled.py |
 | any, INT8 inputs | tiled.py | |
 
-On sm_75, which Triton gives no tensor-core products: one row by gemv.py, more dequantized for the vendor's
-product; with same bits all rows by gemv.py.
+On sm_75, which Triton gives no tensor-core products, logits as any other product:
+
+| rows | quantized | plain |
+|---|---|---|
+| 1 | gemv.py | vendor's product |
+| more | dequantized, vendor's product | vendor's product |
+| any, same bits | gemv.py | gemv.py |
 """
 
 from __future__ import annotations
@@ -30,9 +35,6 @@ from quantd.kernels.gpu.split_k import Finish
 from quantd.kernels.gpu.tiled import matmul, shape_of
 from quantd.kernels.gpu.tuning import Tile, Tuning, search, with_plan
 from quantd.kernels.gpu.weights import STRIP, GpuWeight, Kind
-
-FIRST_DOT = 80
-"""Lowest compute capability with tensor-core products from Triton."""
 
 _TILED_ROWS = 128
 _WORKSPACE_BYTES = 32 << 20  # of dequantized weights at a time; much of it stays in a GPU's L2 cache
@@ -56,13 +58,20 @@ def linear_rounded(
     return _product(inputs, weight, Finish(dtype), tuning, same_bits)
 
 
-def logits(x: Tensor, weight: GpuWeight, tuning: Tuning, scale: float = 1.0, softcap: float = 0.0) -> Tensor:
+def logits(
+    x: Tensor,
+    weight: GpuWeight,
+    tuning: Tuning,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+    same_bits: bool = False,
+) -> Tensor:
     """linear(x) * scale, then softcap * tanh(. / softcap) where softcap > 0 -> float32 [M, N].
 
-    The same bits for any M, always.
+    The same bits for any M, unasked where there are tensor-core products.
     """
     how = Finish(torch.float32, True, scale, softcap)
-    return _product(prepare(x, weight), weight, how, tuning, same_bits=True)
+    return _product(prepare(x, weight), weight, how, tuning, same_bits or tuning.gpu.has_dots)
 
 
 def _product(inputs: Inputs, weight: GpuWeight, how: Finish, tuning: Tuning, same_bits: bool) -> Tensor:
@@ -70,8 +79,8 @@ def _product(inputs: Inputs, weight: GpuWeight, how: Finish, tuning: Tuning, sam
     if num_rows == 0:
         return torch.empty(0, weight.shape[0], dtype=how.dtype, device=inputs.values.device)
     plan = tuning.plan(shape_of(weight, inputs.values.dtype))
-    if tuning.gpu.capability < FIRST_DOT:
-        if weight.kind is not Kind.DENSE and (same_bits or num_rows == 1):
+    if not tuning.gpu.has_dots:
+        if same_bits or (num_rows == 1 and weight.kind is not Kind.DENSE):
             return gemv(inputs, weight, how, plan.splits)
         return _vendor(inputs, weight, how)
     if same_bits or weight.kind is Kind.INT8 or (weight.kind is Kind.PACKED and num_rows <= _TILED_ROWS):

@@ -13,7 +13,7 @@ from quantd.kernels.gpu import activation as gates
 from quantd.kernels.gpu import norm
 from quantd.kernels.gpu.attention import attention
 from quantd.kernels.gpu.dequantize import embedding
-from quantd.kernels.gpu.linear import FIRST_DOT, linear, linear_rounded, logits
+from quantd.kernels.gpu.linear import linear, linear_rounded, logits
 from quantd.kernels.gpu.norm import Rounded
 from quantd.kernels.gpu.rope import rope_kv_write
 from quantd.kernels.gpu.tuning import Gpu, Tuning, gpu_of
@@ -70,8 +70,7 @@ class GpuOps:
         """Bring a weight, and its bias [N], to the GPU."""
         if isinstance(weight, QuantizedWeight) and not self._rounds_inputs:
             weight = replace(weight, input_bits=None)
-        int8_dots = self._tuning.gpu.capability >= FIRST_DOT
-        packed = pack(weight, bias, self.device, self.dtype, int8_dots)
+        packed = pack(weight, bias, self.device, self.dtype, int8_dots=self._tuning.gpu.has_dots)
         self._norms_round |= packed.rounds_inputs
         return packed
 
@@ -88,7 +87,7 @@ class GpuOps:
 
     def logits(self, x: Tensor, packed: GpuWeight, scale: float = 1.0, softcap: float = 0.0) -> Tensor:
         """linear(x) * scale, softcapped -> float32 [M, N]."""
-        return logits(x, packed, self._tuning, scale, softcap)
+        return logits(x, packed, self._tuning, scale, softcap, self._same_bits)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x * rsqrt(mean(x^2) + eps) * weight, over the last axis -> compute dtype."""

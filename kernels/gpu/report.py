@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from quantd.kernels.gpu.compile import TARGETS
+from quantd.kernels.gpu.compile import FIRST_DOT, TARGETS
 
 _DISPLAY_CLASS = "0x03"
 _NVIDIA = "0x10de"
@@ -65,13 +65,14 @@ def collect(sys_folder: Path = Path("/sys")) -> GpuReport:
 
 
 def kernels_for(capability: int) -> str:
-    """The kernels of quantd that a GPU of this capability runs, for people; "" for none. Needs triton."""
-    from quantd.kernels.gpu.linear import FIRST_DOT
-
+    """The kernels of quantd that a GPU of this capability runs, for people; "" for none."""
     if capability < TARGETS[0]:
         return ""
     if capability < FIRST_DOT:
-        return "Triton without tensor cores, weights dequantized for the vendor's matrix product"
+        return (
+            "Triton without tensor cores: one row from packed weights, more dequantized for the vendor's "
+            "matrix product; --same-bits computes row by row"
+        )
     return "Triton on tensor cores"
 
 

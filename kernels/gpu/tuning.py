@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from quantd.kernels.gpu.compile import SHARED_MEMORY
+from quantd.kernels.gpu.compile import FIRST_DOT, SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,11 @@ class Gpu:
         """Shared memory that one program may have; as on the next older GPU where this one is not known."""
         known = [capability for capability in SHARED_MEMORY if capability <= self.capability]
         return SHARED_MEMORY[max(known, default=75)]
+
+    @property
+    def has_dots(self) -> bool:
+        """Whether Triton has tensor-core products for it."""
+        return self.capability >= FIRST_DOT
 
 
 INTERPRETED = Gpu("interpreter", 90, 132)

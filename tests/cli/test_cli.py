@@ -128,10 +128,13 @@ def test_load_unload_stop(quantd, fake_daemon: FakeDaemon) -> None:
     )
     assert loaded.stderr == "loading tiny: 50 %\n"
     assert json.loads(quantd("load", "tiny", "--json", *at).stdout) == INFO
-    quantd("load", "tiny", "--kv-dtype", "f16", "--no-prefix-caching", "--kv-memory", "1M", *at)
+    quantd(
+        "load", "tiny", "--kv-dtype", "f16", "--no-prefix-caching", "--same-bits", "--kv-memory", "1M", *at
+    )
     assert fake_daemon.loads[-1]["options"] == {
         "kv_dtype": "fp16",
         "prefix_caching": False,
+        "same_bits": True,
         "kv_memory": 2**20,
     }
     assert quantd("unload", "tiny", *at).stdout == "tiny is unloaded.\n"

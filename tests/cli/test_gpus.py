@@ -117,6 +117,7 @@ def test_boards_and_drivers_are_found_in_sys(tmp_path: Path) -> None:
 def test_kernels_by_capability() -> None:
     assert kernels_for(70) == ""
     assert "dequantized" in kernels_for(75)
+    assert "--same-bits" in kernels_for(75)
     assert kernels_for(80) == kernels_for(120) != kernels_for(75)
 
 

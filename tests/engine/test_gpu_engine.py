@@ -19,26 +19,29 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
+from quantd.engine import devices, model_part
 from quantd.engine.config import EngineConfig
 from quantd.engine.cuda_graphs import EAGER_USES, CudaRecorder, DecodeGraphs, Record, Replay
-from quantd.engine.devices import compute_dtype, with_backend
+from quantd.engine.devices import compute_dtype, keeps_bits, with_backend
 from quantd.engine.forward import Eager
 from quantd.engine.gpu_runner import GpuRunner
 from quantd.engine.gpu_sampler import GpuSampler
 from quantd.engine.grammar import Matcher
-from quantd.engine.model_part import ModelPart, load_part
+from quantd.engine.model_part import ModelPart, load_part, set_up
 from quantd.engine.models.architectures import decoder_spec
+from quantd.engine.parallel import Place
 from quantd.engine.plan import Plan, RequestState, Started
 from quantd.engine.rank_messages import StartRank
 from quantd.engine.request import EmbeddingParams, Pooling, Request, SamplingParams
 from quantd.engine.runner import LeadingRunner, ModelRunner, Step, build_runner
 from quantd.engine.sampler import Sampler
+from quantd.engine.shard import Part
 from quantd.engine.split import World
 from quantd.engine.token_masks import Masks
 from quantd.engine.tune import tune_model
 from quantd.kernels.gpu.ops import GpuOps
 from quantd.kernels.gpu.tiled import shape_of
-from quantd.kernels.gpu.tuning import Tuning, with_plan
+from quantd.kernels.gpu.tuning import Gpu, Tuning, with_plan
 from quantd.kernels.gpu.weights import GpuWeight
 from quantd.quant.checkpoint import open_checkpoint
 from quantd.quant.kv import FORMATS, KVPool, KVShape
@@ -246,6 +249,38 @@ def test_what_is_tuned_is_kept_and_used_by_the_next_load(folder: Path, tmp_path:
     assert isinstance(ops, GpuOps)
     assert set(ops._tuning.measured) == set(seen)
     assert token_ids(InProcessEngine(config, runner).serve(requests(4)))
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "asked", "build"),
+    [
+        ((86, 89), None, "same bits"),
+        ((75, 89), None, "fast"),
+        ((89, 75), None, "fast"),
+        ((75, 75), True, "same bits"),
+        ((89, 89), False, "fast"),
+    ],
+)
+def test_the_promise_of_the_same_bits_is_one_for_all_ranks(
+    capabilities: tuple[int, ...],
+    asked: bool | None,
+    build: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(devices, "_num_gpus", lambda config: len(capabilities))
+    monkeypatch.setattr(devices, "gpu_of", lambda device: Gpu("some", capabilities[device.index], 40))
+    config = config_of(folder, same_bits=asked)
+    assert keeps_bits(config, len(capabilities)) is (build == "same bits")
+    monkeypatch.setattr(model_part, "rank_device", lambda config, rank: torch.device("cpu"))
+    monkeypatch.setattr(model_part, "connect", lambda *_: Place(Part(range(LAYERS))))
+    checkpoint = open_checkpoint(folder)
+    world = World(1, tuple((i, i + 1) for i in range(len(capabilities))))
+    for rank in range(world.size):
+        bench = set_up(
+            StartRank(config, world, rank, str(folder / "store")), decoder_spec(CONFIG), checkpoint
+        )
+        assert bench.ops.build.endswith(build)
 
 
 class Graphs:

@@ -13,11 +13,11 @@ from quantd.kernels.gpu import linear as layers
 from quantd.kernels.gpu.compile import SHARED_MEMORY, Job, compile_jobs
 from quantd.kernels.gpu.dequantize import embedding
 from quantd.kernels.gpu.gemv import gemv
-from quantd.kernels.gpu.inputs import prepare
+from quantd.kernels.gpu.inputs import Inputs, prepare
 from quantd.kernels.gpu.linear import linear, logits
 from quantd.kernels.gpu.split_k import Finish
 from quantd.kernels.gpu.tiled import HOPPER_SPECS, shape_of
-from quantd.kernels.gpu.tuning import Tuning, gpu_of
+from quantd.kernels.gpu.tuning import Gpu, Tuning, gpu_of
 from quantd.kernels.gpu.weights import Kind, pack, plane_bits
 from quantd.kernels.weights import DenseWeight, QuantizedWeight, Weight
 from quantd.quant.checkpoint import open_checkpoint
@@ -153,12 +153,49 @@ def test_without_tensor_cores(name: str, num_rows: int, gpu_device: str) -> None
     assert relative_error(out, 30 * torch.tanh(exact(x.float(), weight) / 60)) < TOLERANCE[torch.float16]
 
 
-def test_same_bits_without_tensor_cores(gpu_device: str) -> None:
-    weight = pack(WEIGHTS["symmetric"], torch.randn(37), gpu_device, torch.float16)
+@pytest.mark.parametrize("name", ["symmetric", "plain"])
+def test_same_bits_without_tensor_cores(name: str, gpu_device: str) -> None:
+    bias = torch.randn(37)
+    weight = pack(WEIGHTS[name], bias, gpu_device, torch.float16)
     x, tuning = rows_to_compare(4, gpu_device, torch.float16), Tuning(TURING)
-    whole = linear(x, weight, tuning, same_bits=True)
-    for i in range(4):
-        assert torch.equal(linear(x[i : i + 1], weight, tuning)[0], whole[i])
+    for product in (linear, logits):
+        whole = product(x, weight, tuning, same_bits=True)
+        assert relative_error(whole, exact(x.float(), WEIGHTS[name], bias)) < TOLERANCE[torch.float16]
+        for i in range(4):
+            assert torch.equal(product(x[i : i + 1], weight, tuning, same_bits=True)[0], whole[i])
+
+
+AMPERE = Gpu("ampere", 86, 84)
+ROWS = (1, 16, 512)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name", "same_bits", "of_linear", "of_logits"),
+    [
+        (TURING, "symmetric", False, "gemv vendor vendor", "gemv vendor vendor"),
+        (TURING, "symmetric", True, "gemv gemv gemv", "gemv gemv gemv"),
+        (TURING, "plain", False, "vendor vendor vendor", "vendor vendor vendor"),
+        (TURING, "plain", True, "gemv gemv gemv", "gemv gemv gemv"),
+        (AMPERE, "symmetric", False, "tiled tiled vendor", "tiled tiled tiled"),
+        (AMPERE, "symmetric", True, "tiled tiled tiled", "tiled tiled tiled"),
+        (AMPERE, "plain", False, "vendor vendor vendor", "tiled tiled tiled"),
+        (AMPERE, "plain", True, "tiled tiled tiled", "tiled tiled tiled"),
+        (AMPERE, "int8 inputs", False, "tiled tiled tiled", "tiled tiled tiled"),
+    ],
+)
+def test_which_product_runs(
+    gpu: Gpu, name: str, same_bits: bool, of_linear: str, of_logits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    for function, path in (("gemv", "gemv"), ("matmul", "tiled"), ("_vendor", "vendor")):
+        monkeypatch.setattr(layers, function, lambda *_, path=path: taken.append(path))
+    weight, tuning = pack(WEIGHTS[name], None, "cpu", torch.float16), Tuning(gpu)
+    monkeypatch.setattr(layers, "prepare", lambda x, weight: Inputs(x, None, None))
+    for num_rows in ROWS:
+        linear(torch.zeros(num_rows, 192).half(), weight, tuning, same_bits)
+    for num_rows in ROWS:
+        logits(torch.zeros(num_rows, 192).half(), weight, tuning, same_bits=same_bits)
+    assert taken == [*of_linear.split(), *of_logits.split()]
 
 
 def test_int8_inputs_without_tensor_cores(gpu_device: str) -> None:
