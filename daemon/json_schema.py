@@ -165,6 +165,10 @@ class _Rewriting:
 class _Loose(_Rewriting):
     """One rule for each value, so that rules never contradict each other."""
 
+    def _next(self, schema: Any, where: str, depth: int) -> dict[str, Any] | bool:
+        # What allows nothing could stand where there must be something.
+        return super()._next(schema is False or schema, where, depth)
+
     def _give_up(self, where: str) -> bool:
         return True
 

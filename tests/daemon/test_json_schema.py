@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 from json_schemas import answers, compiled, documents, is_valid, takes
 
@@ -237,6 +237,9 @@ JUNK = st.recursive(
 
 @settings(max_examples=200, deadline=None, suppress_health_check=SLOW)
 @given(st.dictionaries(st.sampled_from(KEYWORDS), JUNK))
+@example({"anyOf": [False]})
+@example({"properties": {"a": False}, "required": ["a"]})
+@example({"prefixItems": [False], "items": {"oneOf": [False, False]}})
 def test_whatever_is_loosened_can_be_enforced(schema: dict[str, Any]) -> None:
     assert not compiled(f"start: {json_rule(loosened(schema))}").get_error()
 
