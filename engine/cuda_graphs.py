@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -38,7 +39,10 @@ Replay = Callable[[], Tensor]
 """Does what was recorded once more, on what its inputs hold now. Gives the same tensor, with new contents."""
 
 Record = Callable[[Callable[[], Tensor]], Replay]
-"""Records what a function does on the device. It may also run it, once."""
+"""Records what a function does on the device, which has been run there before. It may also run it, once.
+
+Raises RuntimeError where that cannot be, which leaves the device as it was.
+"""
 
 _NO_INPUTS = AttentionInputs(
     positions=torch.empty(0, dtype=torch.int32),
@@ -116,7 +120,8 @@ class DecodeGraphs:
         self._sizes = sizes
         self._widths = widths
         self._residual = residual
-        self._record: Record | None = record
+        self._record = record
+        self._records = True
         self._group = group
         no_ids = torch.empty(0, dtype=torch.int32)
         self._nobody = no_ids if residual is None else residual[:0], _NO_INPUTS
@@ -145,7 +150,14 @@ class DecodeGraphs:
         left = [size for size in self._uses if size not in self._replays]
         if left:
             self._add(max(left, key=self._uses.__getitem__))
-        return self._record is not None and len(left) > 1
+        return self._records and len(left) > 1
+
+    def close(self) -> None:
+        """See Forward."""
+        self._records = False
+        if self._replays and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._replays.clear()
 
     def _size(self, inputs: AttentionInputs) -> Size | None:
         """The least that holds a step; None for what is never recorded."""
@@ -155,19 +167,28 @@ class DecodeGraphs:
         return Size(_rung(self._sizes, num_requests), _rung(self._widths, width))
 
     def _add(self, size: Size) -> None:
-        """Record a size, with a step of nobody. Where that fails for one rank none records any more."""
-        if self._record is None:
+        """Record a size, with a step of nobody. Where that fails for one rank none records any more.
+
+        A first run that fails beside other ranks is a step that fails: they are in the middle of theirs.
+        """
+        if not self._records:
             return
         step = self._put(size, *self._nobody)
-        replay, reason = None, "another rank of the stage could not"
+        run = partial(self._layers, *step, self._kv)
+        replay, reason, others_wait = None, "another rank of the stage could not", self._group.size > 1
         try:
-            replay = self._record(lambda: self._layers(*step, self._kv))
+            # What a first run compiles, loads and allocates cannot be recorded.
+            run()
+            others_wait = False
+            replay = self._record(run)
         except RuntimeError as error:
+            if others_wait:
+                raise
             reason = str(error)
         if self._all(replay is not None) and replay is not None:
             self._replays[size] = replay
         else:
-            self._record = None
+            self._records = False
             logger.warning("decode steps cannot be recorded, and run as they are from now on: %s", reason)
 
     def _all(self, yes: bool) -> bool:
@@ -199,18 +220,34 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._failed: list[torch.cuda.CUDAGraph] = []
 
     def __call__(self, run: Callable[[], Tensor]) -> Replay:
-        """See Record."""
-        # What a first run compiles, loads and allocates cannot be recorded.
-        run()
-        graph = torch.cuda.CUDAGraph()
-        # Another thread may use CUDA meanwhile, as that which watches NCCL does.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            out = run()
+        """See Record. Raises a fault of the GPU as what it is."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            # Another thread may use CUDA meanwhile, as that which watches NCCL does.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = run()
+        except RuntimeError:
+            self._recover(graph, stream)
+            raise
 
         def replay() -> Tensor:
             graph.replay()
             return out
 
         return replay
+
+    def _recover(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+        """Do what torch leaves undone where it cannot end a recording."""
+        torch.cuda.set_stream(stream)
+        try:
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        except RuntimeError:
+            # It has been done, and there may be a graph, of a part.
+            graph.reset()
+        else:
+            # The allocator of pinned memory will go on asking the graph whether memory is for it.
+            self._failed.append(graph)
+        torch.cuda.synchronize()

@@ -34,6 +34,12 @@ class Forward(Protocol):
     def prepare(self) -> bool:
         """Do a part of what makes later calls faster, some tenths of a second; False: nothing is left."""
 
+    def close(self) -> None:
+        """Free what steps were recorded, once they are through; later ones are not recorded.
+
+        To be done before the group that they were recorded with goes: it would wait for that (NCCL does).
+        """
+
 
 class Eager:
     """Layers called as they are."""
@@ -50,6 +56,9 @@ class Eager:
     def prepare(self) -> bool:
         """There is nothing to prepare."""
         return False
+
+    def close(self) -> None:
+        """There is nothing to free."""
 
 
 def to_device(

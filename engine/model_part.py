@@ -75,6 +75,10 @@ class ModelPart:
         """See Forward."""
         return self._forward.prepare()
 
+    def close(self) -> None:
+        """See Forward."""
+        self._forward.close()
+
     def blocks(self) -> PoolBlocks | None:
         """The pool's blocks as bytes, of a model that is all here, on a CPU, and has been checked."""
         if self._device.type != "cpu" or not self.decoder.is_whole or self._place.group.size > 1:

@@ -222,26 +222,33 @@ class LeadingRunner(ModelRunner):
 
     def __init__(self, part: ModelPart, sampler: Sampler | GpuSampler, info: ModelInfo, ranks: Ranks) -> None:
         super().__init__(part, sampler, info)
-        self.ranks = ranks
+        self._ranks = ranks
 
     def run(self, plan: Plan) -> StepOutput:
         """See ModelRunner. Raises RankError for every failure: the other ranks are out of step then."""
         try:
             return super().run(plan)
         except Exception as error:
-            raise self.ranks.explain(error) from error
+            raise self._ranks.explain(error) from error
 
     def prepare(self) -> bool:
         """See Runner: every rank its part, since what is left for one may be done for another's stage."""
         try:
-            self.ranks.send(Prepare())
+            self._ranks.send(Prepare())
             more = super().prepare()
-            return any([more, *(answer.more for answer in self.ranks.collect(Prepared))])
+            return any([more, *(answer.more for answer in self._ranks.collect(Prepared))])
         except Exception as error:
-            raise self.ranks.explain(error) from error
+            raise self._ranks.explain(error) from error
+
+    def close(self) -> None:
+        """End the other ranks, and let go of what was recorded with them."""
+        try:
+            self._part.close()
+        finally:
+            self._ranks.close()
 
     def _hidden(self, batch: Batch) -> Tensor:
-        self.ranks.send(step_of(batch))
+        self._ranks.send(step_of(batch))
         return super()._hidden(batch)
 
 

@@ -97,7 +97,7 @@ def test_ranks_answer_as_one_does(name: str) -> None:
         served = InProcessEngine(case.config(), runner).serve([*requests(), *texts()])
         assert not runner.prepare()  # there are no graphs on a CPU, as every rank says
     finally:
-        runner.ranks.close()
+        runner.close()
     assert own_children() == []
     whole = build_runner(case.config(), lambda done, total: None)
     alone = InProcessEngine(case.config(), whole).serve(requests())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from quantd.engine.cuda_graphs import (
     EAGER_USES,
+    CudaRecorder,
     DecodeGraphs,
     Replay,
     Size,
@@ -173,7 +177,7 @@ def test_what_is_recorded_reads_the_same_memory_each_time() -> None:
     graphs = DecodeGraphs(eager(), watched, [], CPU, SIZES, WIDTHS, None, Graphs())
     for seed in range(EAGER_USES + 3):
         graphs(*decode(2, 2, seed))
-    assert len(places) == 4 and all(place == places[0] for place in places)
+    assert len(places) == 5 and all(place == places[0] for place in places)
 
 
 def test_a_size_is_recorded_once_it_has_been_met_some_times() -> None:
@@ -223,6 +227,111 @@ def test_where_recording_fails_steps_run_eagerly_and_the_log_says_so_once(
             assert torch.equal(graphs(*step), layers(*step, []))
     assert not graphs.prepare()
     assert len(caplog.records) == 1 and "not permitted" in caplog.text
+
+
+class Voters:
+    """A group of two, of which only this rank is there."""
+
+    size = 2
+    recordable = True
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise AssertionError("a vote is cast while another rank is in the middle of its run")
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        raise NotImplementedError
+
+    gather = all_gather
+
+
+def test_a_first_run_that_fails_beside_other_ranks_is_a_step_that_fails() -> None:
+    def broken(entering: Tensor, inputs: AttentionInputs, kv: Sequence[KVLayer]) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs = DecodeGraphs(eager(), broken, [], CPU, SIZES, WIDTHS, None, Graphs(), Voters())
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.prepare()
+
+
+def test_what_is_closed_holds_nothing_that_was_recorded_and_goes_on_eagerly() -> None:
+    alive: WeakSet[Callable[[], Tensor]] = WeakSet()
+
+    def record(run: Callable[[], Tensor]) -> Replay:
+        alive.add(run)
+        return run
+
+    graphs = decode_graphs(record)
+    for seed in range(EAGER_USES + 1):
+        graphs(*decode(3, 1, seed))
+    assert len(alive) == 1
+    graphs.close()
+    assert not alive
+    assert not graphs.prepare()
+    for seed in range(EAGER_USES + 1):
+        step = decode(2, 1, seed)
+        assert torch.equal(graphs(*step), layers(*step, []))
+    assert not alive
+
+
+class Cuda:
+    """What torch does of a recording, in Python. Its end fails: early, with all to be undone yet, or late."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fault: Literal["early", "late"]) -> None:
+        self.stream = "usual"
+        self.has_graph = False
+        self.captures = 0
+        self._fault = fault
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(torch.cuda, "graph", self._graph)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self.stream)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(self, "stream", stream))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end, raising=False)
+
+    def synchronize(self) -> None:
+        """Nothing is wrong with the GPU."""
+
+    def reset(self) -> None:
+        self.has_graph = False
+
+    @contextmanager
+    def _graph(self, graph: object, pool: tuple[int, int], capture_error_mode: str) -> Iterator[None]:
+        self.stream, self.captures = "capture", 1
+        try:
+            yield
+        finally:
+            if self._fault == "early":
+                raise RuntimeError("capture invalidated")
+            self._end(0, pool)
+            self.has_graph = True
+            raise RuntimeError("no memory for the graph")
+
+    def _end(self, device: int, pool: tuple[int, int]) -> None:
+        if not self.captures:
+            raise RuntimeError("not currently recording to mempool_id")
+        self.captures -= 1
+
+
+@pytest.mark.parametrize("fault", ["early", "late"])
+def test_a_recording_that_torch_cannot_end_is_ended(
+    fault: Literal["early", "late"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = Cuda(monkeypatch, fault)
+    with pytest.raises(RuntimeError):
+        CudaRecorder()(lambda: torch.empty(0))
+    assert (cuda.stream, cuda.captures, cuda.has_graph) == ("usual", 0, False)
+
+
+def test_a_fault_of_the_gpu_in_a_recording_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Cuda):
+        def synchronize(self) -> None:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    Broken(monkeypatch, "early")
+    with pytest.raises(torch.AcceleratorError):
+        CudaRecorder()(lambda: torch.empty(0))
 
 
 def test_a_stage_behind_another_replays_on_the_rows_that_it_is_sent() -> None:

@@ -339,6 +339,25 @@ def test_an_engine_on_a_gpu_replays_and_writes_the_same_text(folder: Path) -> No
     assert token_ids(InProcessEngine(config, runner).serve(requests(20))) == first == token_ids(alone)
 
 
+@on_a_gpu
+@pytest.mark.parametrize("fault", ["not permitted", "out of memory"])
+def test_a_recording_that_fails_leaves_torch_as_it_was(fault: str) -> None:
+    x, stream = torch.ones(8, device=DEVICE), torch.cuda.current_stream()
+
+    def failing() -> Tensor:
+        y = x + 1
+        if fault == "not permitted":
+            return torch.tensor(float(y.sum()))
+        return y.new_empty(1 << 50)
+
+    recorder = CudaRecorder()
+    with pytest.raises(RuntimeError):
+        recorder(failing)
+    assert torch.cuda.current_stream() == stream
+    assert CudaRecorder()(lambda: x + 1)().tolist() == [2.0] * 8
+    assert torch.empty(8, pin_memory=True).copy_(x).tolist() == [1.0] * 8
+
+
 @on_two_gpus
 @pytest.mark.parametrize("ranks", [{"tp": 2}, {"split": "1,1"}], ids=str)
 def test_two_gpus_write_what_one_writes(folder: Path, ranks: dict[str, Any]) -> None:
@@ -349,7 +368,7 @@ def test_two_gpus_write_what_one_writes(folder: Path, ranks: dict[str, Any]) -> 
     try:
         assert token_ids(InProcessEngine(two, runner).serve(requests(20))) == expected
     finally:
-        runner.ranks.close()
+        runner.close()
 
 
 def states(*params: dict[str, Any], output: tuple[int, ...] = ()) -> list[RequestState]:

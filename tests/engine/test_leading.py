@@ -175,7 +175,7 @@ def world(name: str, failing: tuple[int, ...] = ()) -> Iterator[World]:
         try:
             yield made
         finally:
-            made.ranks.close()
+            made.runner.close()
 
 
 def requests(number: int, max_tokens: int) -> list[Request]:
