@@ -84,11 +84,14 @@ def _words(layer: KVLayer) -> KVLayer:
 
 
 def _dot_type(q: Tensor, layer: KVLayer) -> tl.dtype:
-    """Of the factors of dots. fp16 holds INT8 codes exactly, and weights better than bf16 does."""
-    if q.dtype == torch.bfloat16 and layer.k_scale is None:
-        # The interpreter takes the bits of a bf16 for a number.
-        return tl.bfloat16 if q.is_cuda else tl.float32
-    return tl.float32 if q.dtype == torch.float32 else tl.float16
+    """Of the factors of dots: bf16 where the pool's values need its range; else fp16, which is finer.
+
+    fp16 holds INT8 codes exactly, and weights and queries better than bf16 does.
+    """
+    if q.dtype == torch.float32:
+        return tl.float32
+    is_wide = layer.k.dtype in (torch.bfloat16, torch.float32)
+    return tl.bfloat16 if is_wide and q.dtype == torch.bfloat16 else tl.float16
 
 
 def _constants(

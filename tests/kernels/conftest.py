@@ -10,10 +10,17 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="session")
-def gpu_device() -> str:
+@pytest.fixture(scope="module")
+def gpu_device() -> Iterator[str]:
     """Where the Triton kernels run: a GPU where there is one, else the interpreter on CPU tensors."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if torch.cuda.is_available():
+        yield "cuda"
+        return
+    from bench.gpu_sides.interpreter import as_on_a_gpu  # imports triton
+
+    with pytest.MonkeyPatch.context() as patch:
+        as_on_a_gpu(patch.setattr)
+        yield "cpu"
 
 
 @pytest.fixture(autouse=True)

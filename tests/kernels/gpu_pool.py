@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
 
-import numpy as np
-import pytest
 import torch
-import triton.language as tl
 from cpu_cases import Pool
 from torch import Tensor
-from triton.runtime import interpreter
 
 from quantd.kernels.ops import AttentionInputs, HeadShape, KVLayer
 from quantd.kernels.reference import ReferenceOps
@@ -49,23 +44,3 @@ def filled_layer(pool: Pool, format: str, heads: HeadShape, device: str) -> tupl
 def take(rows: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
     """The rows of a step, from those of each request."""
     return torch.cat([rows[r][first:last] for r, first, last in spans])
-
-
-def order_dots(patch: pytest.MonkeyPatch) -> None:
-    """Give the interpreter dots whose rows know nothing of one another, as those of tensor cores.
-
-    Its own leave the order of adding to a library, which takes it from a row's place among the others;
-    and they take the bits of a bfloat16 for a number.
-    """
-
-    def dot(self: Any, a: Any, b: Any, d: Any, *_: object) -> Any:
-        exact = _numbers(a) @ _numbers(b) + d.data
-        return interpreter.TensorHandle(exact.astype(d.data.dtype), d.dtype.scalar)
-
-    patch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-
-
-def _numbers(handle: Any) -> Any:
-    if handle.dtype.scalar == tl.bfloat16:
-        return (handle.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return handle.data.astype(np.float64)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from cpu_cases import Pool
-from gpu_pool import Span, filled_layer, order_dots, step_inputs, take
+from gpu_pool import Span, filled_layer, step_inputs, take
 from torch import Tensor
 
 from quantd.kernels.gpu.attention import attention
@@ -17,7 +17,7 @@ from quantd.kernels.ops import HeadShape
 from quantd.kernels.reference import ReferenceOps
 
 TILING = Tiling(tile_len=16, split_len=32)
-TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 SCALE = 0.2
 
 Case = tuple[HeadShape, int, list[int], list[Span], int, float]
@@ -47,15 +47,10 @@ def seed(poisoned_outputs: None) -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture
-def ordered_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    order_dots(monkeypatch)
-
-
 @pytest.mark.parametrize(
     ("format", "dtype", "case"),
     [(*types, case) for types in TYPES[:2] for case in CASES]
-    + [(*types, case) for types in TYPES[2:] for case in (CASES[1], CASES[3])],
+    + [(*types, case) for types in TYPES[2:] for case in (CASES[0], CASES[3])],
 )
 def test_attention(format: str, dtype: torch.dtype, case: Case, gpu_device: str) -> None:
     heads, block_size, lengths, spans, window, softcap = case
@@ -94,7 +89,6 @@ def test_launches_change_no_bit(
     window: int,
     softcap: float,
     gpu_device: str,
-    ordered_dots: None,
 ) -> None:
     pool, spans = Pool.scattered([100, 70], 4), [(0, 98, 100), (1, 64, 67)]
     layer, queries = filled_layer(pool, format, heads, gpu_device)
@@ -120,7 +114,7 @@ def test_launches_change_no_bit(
     ],
 )
 def test_chunks_and_company_change_no_bit(
-    format: str, heads: HeadShape, window: int, softcap: float, gpu_device: str, ordered_dots: None
+    format: str, heads: HeadShape, window: int, softcap: float, gpu_device: str
 ) -> None:
     pool = Pool.scattered([41, 3, 20], 4)
     layer, queries = filled_layer(pool, format, heads, gpu_device)
@@ -143,7 +137,7 @@ def test_chunks_and_company_change_no_bit(
                 assert torch.equal(rows, whole[span[1] : span[2]]), (spans, span)
 
 
-def test_requests_without_tokens_and_rows_without_request(gpu_device: str, ordered_dots: None) -> None:
+def test_requests_without_tokens_and_rows_without_request(gpu_device: str) -> None:
     heads, pool = HeadShape(1, 1, 16), Pool.scattered([40, 20], 4)
     layer, queries = filled_layer(pool, "int8", heads, gpu_device)
     spans = [(1, 20, 20), (0, 39, 40), (0, 40, 40), (1, 8, 20), (0, 0, 0)]

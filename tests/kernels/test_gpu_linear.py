@@ -12,10 +12,8 @@ from gpu_weights import TURING, exact, quantized, relative_error, split_tuning
 from quantd.kernels.gpu import linear as layers
 from quantd.kernels.gpu.compile import SHARED_MEMORY, Job, compile_jobs
 from quantd.kernels.gpu.dequantize import embedding
-from quantd.kernels.gpu.gemv import gemv
-from quantd.kernels.gpu.inputs import Inputs, prepare
+from quantd.kernels.gpu.inputs import Inputs
 from quantd.kernels.gpu.linear import linear, logits
-from quantd.kernels.gpu.split_k import Finish
 from quantd.kernels.gpu.tiled import HOPPER_SPECS, shape_of
 from quantd.kernels.gpu.tuning import Gpu, Tuning, gpu_of
 from quantd.kernels.gpu.weights import Kind, pack, plane_bits
@@ -23,7 +21,7 @@ from quantd.kernels.weights import DenseWeight, QuantizedWeight, Weight
 from quantd.quant.checkpoint import open_checkpoint
 
 SPECS = HOPPER_SPECS  # found by the processes that compile
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1.5e-3}
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1.5e-3, torch.bfloat16: 4.5e-3}
 
 
 @pytest.fixture(autouse=True)
@@ -36,11 +34,18 @@ def tuning(gpu_device: str) -> Tuning:
     return Tuning(gpu_of(torch.device(gpu_device)))
 
 
-def check(weight: Weight, num_rows: int, dtype: torch.dtype, tuning: Tuning, device: str) -> None:
+def check(
+    weight: Weight,
+    num_rows: int,
+    dtype: torch.dtype,
+    tuning: Tuning,
+    device: str,
+    same_bits: bool = False,
+) -> None:
     """linear gives the exact result, but for rounding."""
     n, k = weight.shape
     x, bias = torch.randn(num_rows, k).to(dtype), torch.randn(n)
-    out = linear(x.to(device), pack(weight, bias, device, dtype), tuning)
+    out = linear(x.to(device), pack(weight, bias, device, dtype), tuning, same_bits)
     assert out.dtype == dtype
     assert relative_error(out, exact(x.float(), weight, bias)) < TOLERANCE[dtype]
 
@@ -103,24 +108,12 @@ WEIGHTS: dict[str, Weight] = {
 }
 
 
-def rows_to_compare(num_rows: int, device: str, dtype: torch.dtype) -> torch.Tensor:
-    """Inputs [num_rows, 192] whose outputs show in which order blocks of 64 inputs are added.
-
-    Within a block the interpreter adds as the BLAS library pleases, by the shape of the whole product, so
-    there every sum in a block is exact, and only those over blocks are rounded.
-    """
-    if device == "cuda":
-        return torch.randn(num_rows, 192, device=device).to(dtype)
-    magnitude = 2.0 ** (4 * (torch.arange(192) // 64) - 8)
-    return (torch.randint(-8, 9, (num_rows, 192)) * magnitude).to(dtype)
-
-
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_row_does_not_depend_on_its_company(name: str, gpu_device: str) -> None:
     dtype, bias = torch.float16 if name == "symmetric" else torch.float32, torch.randn(37)
     weight = pack(WEIGHTS[name], bias, gpu_device, dtype)
     tuning = split_tuning(shape_of(weight, dtype), splits=3)
-    x = rows_to_compare(130, gpu_device, dtype)
+    x = torch.randn(130, 192).to(gpu_device, dtype)
     whole = linear(x, weight, tuning, same_bits=True)
     assert relative_error(whole, exact(x.cpu().float(), WEIGHTS[name], bias)) < TOLERANCE[dtype]
     for num_rows in (1, 2, 7, 32, 33, 128):
@@ -130,7 +123,7 @@ def test_a_row_does_not_depend_on_its_company(name: str, gpu_device: str) -> Non
 
 def test_rows_up_to_128_have_the_same_bits_unasked(gpu_device: str, tuning: Tuning) -> None:
     weight = pack(WEIGHTS["symmetric"], None, gpu_device, torch.float16)
-    x = rows_to_compare(128, gpu_device, torch.float16)
+    x = torch.randn(128, 192).to(gpu_device, torch.float16)
     whole = linear(x, weight, tuning)
     for i in (0, 127):
         assert torch.equal(linear(x[i : i + 1], weight, tuning)[0], whole[i])
@@ -157,10 +150,10 @@ def test_without_tensor_cores(name: str, num_rows: int, gpu_device: str) -> None
 def test_same_bits_without_tensor_cores(name: str, gpu_device: str) -> None:
     bias = torch.randn(37)
     weight = pack(WEIGHTS[name], bias, gpu_device, torch.float16)
-    x, tuning = rows_to_compare(4, gpu_device, torch.float16), Tuning(TURING)
+    x, tuning = torch.randn(4, 192).to(gpu_device, torch.float16), Tuning(TURING)
     for product in (linear, logits):
         whole = product(x, weight, tuning, same_bits=True)
-        assert relative_error(whole, exact(x.float(), WEIGHTS[name], bias)) < TOLERANCE[torch.float16]
+        assert relative_error(whole, exact(x.cpu().float(), WEIGHTS[name], bias)) < TOLERANCE[torch.float16]
         for i in range(4):
             assert torch.equal(product(x[i : i + 1], weight, tuning, same_bits=True)[0], whole[i])
 
@@ -208,15 +201,30 @@ def test_int8_inputs_without_tensor_cores(gpu_device: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_bfloat16_codes_are_exact(bits: int, gpu_device: str) -> None:
-    """Through the kernel without tensor cores: the interpreter has no dot of bfloat16."""
+def test_bfloat16_codes_are_exact(bits: int, tuning: Tuning, gpu_device: str) -> None:
     weight = quantized(37, 128, bits, 64, symmetric=True)
-    on_gpu = pack(weight, None, gpu_device, torch.bfloat16)
     chosen = torch.tensor([0, 15, 77, 127])
     x = torch.zeros(4, 128, dtype=torch.bfloat16)
     x[range(4), chosen] = 1.0
-    out = gemv(prepare(x.to(gpu_device), on_gpu), on_gpu, Finish(torch.float32), 1)
+    out = logits(x.to(gpu_device), pack(weight, None, gpu_device, torch.bfloat16), tuning)
     assert torch.equal(out.cpu(), weight.dequantize()[:, chosen].T)
+
+
+BFLOAT16_WEIGHTS: dict[str, Weight] = {
+    **{f"W{bits}A16": quantized(37, 192, bits, 64, perm=bits == 4) for bits in (2, 3, 4, 6, 8)},
+    "W8A16, one scale": quantized(37, 192, 8, 192),
+    "W8A8": quantized(37, 192, 8, 192, symmetric=True, input_bits=8),
+    "plain": DenseWeight(torch.randn(37, 192).bfloat16()),
+}
+
+
+@pytest.mark.parametrize("name", BFLOAT16_WEIGHTS)
+def test_bfloat16_products(name: str, gpu_device: str) -> None:
+    """Through tensor cores for any number of rows, in splits."""
+    weight = BFLOAT16_WEIGHTS[name]
+    shape = shape_of(pack(weight, None, gpu_device, torch.bfloat16), torch.bfloat16)
+    for num_rows in (1, 17, 33, 129):
+        check(weight, num_rows, torch.bfloat16, split_tuning(shape, 3), gpu_device, same_bits=True)
 
 
 @pytest.mark.parametrize("name", ["offset, act-order, planes", "plain"])

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from gpu_pool import order_dots
 from torch import Tensor
 
 from quantd.engine.models.decoder import Decoder
@@ -140,7 +139,12 @@ def run(model: Decoder, kv_dtype: str, steps: Sequence[Sequence[Chunk]], device:
 # Rounding to INT8 makes steps of a small difference in what is rounded.
 @pytest.mark.parametrize(
     ("kv_dtype", "dtype", "tolerance"),
-    [("int8", torch.float32, 2e-3), ("fp16", torch.float32, 2e-3), ("int8", torch.float16, 5e-2)],
+    [
+        ("int8", torch.float32, 2e-3),
+        ("fp16", torch.float32, 2e-3),
+        ("int8", torch.float16, 5e-2),
+        ("bf16", torch.bfloat16, 5e-2),
+    ],
     ids=str,
 )
 def test_logits_are_those_of_the_reference(
@@ -154,10 +158,7 @@ def test_logits_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp16"])
-def test_a_request_s_bits_are_the_same_alone(
-    gpu_device: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order_dots(monkeypatch)
+def test_a_request_s_bits_are_the_same_alone(gpu_device: str, kv_dtype: str) -> None:
     model = decoder(GpuOps(gpu_device, torch.float16, same_bits=True), gpu_device)
     together = run(model, kv_dtype, STEPS, gpu_device)
     (alone,) = run(model, kv_dtype, [[(2, 0, len(PROMPTS[2]))]], gpu_device)

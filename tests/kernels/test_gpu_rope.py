@@ -15,8 +15,7 @@ from quantd.kernels.ops import AttentionInputs, HeadShape, KVLayer, QKNorm, Rope
 from quantd.kernels.reference import ReferenceOps
 
 # What a value may be off by: queries in their type, keys and values in the pool's, one step at a tie.
-# The interpreter cuts a bf16 where a GPU rounds it.
-STEP = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 8e-3}
+STEP = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 PAGE_STEP = {"fp32": 2e-6, "fp16": 2e-3, "bf16": 8e-3, "int8": 1.0}
 
 
