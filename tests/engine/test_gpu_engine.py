@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from bench.gpu_sides.interpreter import as_on_a_gpu
 from fakes import make_info
 from in_process import Completion, InProcessEngine
 from safetensors.torch import save_file
@@ -78,10 +79,11 @@ CONFIG = {
 PROMPTS = [[5, 6], [7, 8, 9, 10, 11, 12, 13], [7, 8, 9, 10, 3]]
 
 
-@pytest.fixture(autouse=True)
-def quiet_infinities() -> Iterator[None]:
-    """The interpreter computes with numpy, which warns of an Inf or NaN where a GPU goes on."""
-    with np.errstate(all="ignore"):
+@pytest.fixture(autouse=True, scope="module")
+def interpreter() -> Iterator[None]:
+    """It computes with numpy, which warns of an Inf or NaN where a GPU goes on."""
+    with np.errstate(all="ignore"), pytest.MonkeyPatch.context() as patch:
+        as_on_a_gpu(patch.setattr)
         yield
 
 
@@ -107,6 +109,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+@pytest.fixture(scope="module")
+def bf16_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same checkpoint, of a model that was trained in bfloat16."""
+    other = tmp_path_factory.mktemp("tiny-bf16")
+    (other / "model.safetensors").symlink_to(folder / "model.safetensors")
+    (other / "config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "bfloat16"}))
+    return other
 
 
 def gptq(module: str, n: int, k: int) -> dict[str, Tensor]:
@@ -156,11 +167,14 @@ def expected(folder: Path) -> list[Completion]:
     return InProcessEngine(config, build(config)).serve(asking())
 
 
-def test_greedy_text_is_that_of_the_reference(folder: Path, expected: list[Completion]) -> None:
+@pytest.mark.parametrize(("checkpoint", "dtype"), [("folder", "fp16"), ("bf16_folder", "bf16")])
+def test_greedy_text_is_that_of_the_reference(
+    checkpoint: str, dtype: str, expected: list[Completion], request: pytest.FixtureRequest
+) -> None:
     """Prompts in chunks, a prefix that is shared, steps of prefill and decode together."""
-    config = config_of(folder, max_num_tokens=6)
+    config = config_of(request.getfixturevalue(checkpoint), max_num_tokens=6)
     runner = build(config)
-    assert runner.info.backend.startswith("gpu")
+    assert runner.info.backend.startswith("gpu") and runner.info.backend.endswith(dtype)
     assert runner.info.kv_dtype == "int8"
     ours = InProcessEngine(config, runner).serve(asking())
     assert token_ids(ours) == token_ids(expected)
@@ -168,20 +182,21 @@ def test_greedy_text_is_that_of_the_reference(folder: Path, expected: list[Compl
     for one, other in zip(ours, expected, strict=True):
         for kind in ("logprobs", "prompt_logprobs"):
             pairs = zip(getattr(one, kind), getattr(other, kind), strict=True)
-            assert all(abs(a.logprob - b.logprob) < 0.05 for a, b in pairs)
+            # bf16 has three bits less than fp16.
+            assert all(abs(a.logprob - b.logprob) < {"fp16": 0.02, "bf16": 0.16}[dtype] for a, b in pairs)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last", "first"])
-def test_embeddings_are_those_of_the_reference(folder: Path, pooling: Pooling) -> None:
+def test_embeddings_are_those_of_the_reference(folder: Path) -> None:
     """Beside tokens that are drawn, in chunks and whole: the same bits."""
+    poolings: tuple[Pooling, ...] = ("mean", "last", "first")
     texts = [
         Request(
-            id=f"text {i}",
+            id=f"text {pooling}",
             prompt=prompt * 2,
             sampling=SamplingParams(max_tokens=0),
             embedding=EmbeddingParams(pooling=pooling),
         )
-        for i, prompt in enumerate(PROMPTS)
+        for pooling, prompt in zip(poolings, reversed(PROMPTS), strict=True)
     ]
     reference = config_of(folder, backend="reference")
     theirs = InProcessEngine(reference, build(reference)).serve(texts)
