@@ -11,6 +11,7 @@ import torch
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import RequestError
 from quantd.engine.machine import available_memory
+from quantd.engine.memory import workspace_bytes
 from quantd.engine.models.spec import DecoderSpec
 from quantd.engine.shard import head_shares
 from quantd.engine.split import AUTO, World, ends_in_layers, plan_world, stage_memory
@@ -33,8 +34,8 @@ def with_backend(config: EngineConfig) -> EngineConfig:
 def plan_ranks(config: EngineConfig, spec: DecoderSpec, weight_bytes: int) -> World:
     """The ranks that a config asks for; weight_bytes: of the whole model.
 
-    An automatic split fills the memory of all GPUs alike; a CPU is split into two equal stages. Raises
-    RequestError for what cannot be had.
+    An automatic split fills what GPUs have for weights and blocks alike; a CPU is split into two equal
+    stages. Raises RequestError for what cannot be had.
     """
     num_gpus, num_layers = _num_gpus(config), len(spec.layers)
     if not num_gpus:
@@ -44,8 +45,10 @@ def plan_ranks(config: EngineConfig, spec: DecoderSpec, weight_bytes: int) -> Wo
     vocabulary = spec.vocab_size * spec.hidden_size * (1 if spec.tied else 2)
     ends = ends_in_layers(vocabulary, weight_bytes, num_layers)
     # To ask a GPU takes some of its memory, for this process's context there.
-    free = [rank_memory(torch.device("cuda", i)) for i in range(num_gpus)] if config.split == AUTO else [1]
-    world = plan_world(config.tp, config.split, num_layers, stage_memory(free, config.tp), ends)
+    free = [rank_memory(torch.device("cuda", i)) for i in range(num_gpus)] if config.split == AUTO else []
+    kept = config.vram_reserve + workspace_bytes(config, spec)
+    rooms = [max(size - kept, 1) for size in free]
+    world = plan_world(config.tp, config.split, num_layers, stage_memory(rooms, config.tp), ends)
     head_shares(spec.heads, world.tp)
     if world.size > num_gpus:
         raise RequestError(

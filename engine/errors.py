@@ -49,3 +49,7 @@ class NumericsError(QuantdError):
 
 class RankError(QuantdError):
     """The ranks of a model are lost to each other; the engine cannot go on."""
+
+
+class StepMemoryError(QuantdError):
+    """Some rank has not the memory that a step takes. No rank has begun with the step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quantd.engine.errors import StepMemoryError
 from quantd.kernels.errors import QuantdError
 
 # Torch has a class of its own for what its own allocator could not get of a GPU, and for nothing else.
@@ -26,7 +27,7 @@ def describe(error: Exception) -> str:
 
 def is_out_of_memory(error: Exception) -> bool:
     """Whether memory was wanting, of the CPU or a GPU. What came after it can still be computed."""
-    return kind_of(error) in ("MemoryError", "OutOfMemoryError")
+    return kind_of(error) in ("MemoryError", "OutOfMemoryError", StepMemoryError.__name__)
 
 
 def is_gpu_fault(error: Exception) -> bool:

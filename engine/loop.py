@@ -181,12 +181,14 @@ class EngineLoop:
         return self.scheduler.update(plan, output)
 
     def _fail(self, plan: Plan, error: Exception) -> list[TokenEvent]:
-        """Go on without the youngest request where memory was wanting; else end the requests of the step.
+        """Plan a smaller step where memory was wanting; else end the requests of the step.
 
         One failure may be theirs; a second one is the runner's, and so is a GPU's.
         """
         if is_out_of_memory(error) and self.scheduler.put_off(plan):
-            logger.warning("a step found too little memory; its youngest request waits: %s", describe(error))
+            logger.warning(
+                "a step of %d tokens found too little memory: %s", plan.num_tokens, describe(error)
+            )
             return []
         logger.error("a step failed", exc_info=error)
         events = self.scheduler.fail(plan, f"the step failed: {describe(error)}")

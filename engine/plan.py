@@ -96,6 +96,18 @@ class PlanEntry:
     blocks: Sequence[int]
     ahead: bool = False
 
+    @classmethod
+    def of(cls, state: RequestState, num_tokens: int) -> PlanEntry:
+        """The chunk of a request that comes next. At its last known token one is drawn, if one is wanted."""
+        start = state.num_computed
+        samples = start + num_tokens == state.num_tokens and state.request.draws
+        return cls(state, start, num_tokens, samples, tuple(state.blocks))
+
+    def following(self) -> PlanEntry:
+        """What comes after an entry that draws a token."""
+        start, blocks = self.start + self.num_tokens, tuple(self.request.blocks)
+        return PlanEntry(self.request, start, 1, True, blocks, ahead=True)
+
     @property
     def num_output(self) -> int:
         """Tokens generated before the one that this entry draws."""

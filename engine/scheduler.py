@@ -28,6 +28,7 @@ from quantd.engine.grammar import Compiled
 from quantd.engine.messages import ModelInfo, Queue, RequestStats, Stats, Wait
 from quantd.engine.plan import EntryOutput, Plan, PlanEntry, RequestState, StepOutput
 from quantd.engine.request import FinishReason, Request, TokenEvent
+from quantd.engine.step_limits import StepLimits
 
 
 @dataclass
@@ -55,9 +56,7 @@ class Scheduler:
         self.info = info
         self.disk = disk
         self.cache = CacheManager(info.num_blocks, info.block_size, config.prefix_caching)
-        self.max_num_tokens = config.max_num_tokens
-        self.max_num_requests = config.max_num_requests
-        self._seats = config.max_num_requests
+        self.limits = StepLimits(config.max_num_tokens, config.max_num_requests)
         self.running: list[RequestState] = []
         self.waiting: deque[RequestState] = deque()
         self.held: list[RequestState] = []
@@ -130,11 +129,13 @@ class Scheduler:
 
         It can while every request draws a token in every step and none is to be admitted or will surely end.
         """
-        if self.waiting and len(self.running) < self._seats:
+        if len(plan.entries) < len(self.running):
+            return None
+        if self.waiting and len(self.running) < self.limits.num_requests:
             return None
         if not all(self._can_go_ahead(entry) for entry in plan.entries):
             return None
-        return Plan(tuple(_entry_ahead(entry) for entry in plan.entries))
+        return Plan(tuple(entry.following() for entry in plan.entries))
 
     def confirm(self, ahead: Plan) -> Plan:
         """The plan that was foreseen, without the requests that have ended since."""
@@ -154,21 +155,24 @@ class Scheduler:
         return [event for event in events if event is not None]
 
     def put_off(self, plan: Plan) -> bool:
-        """Take back a step for which memory was wanting, to go on without its youngest request.
+        """Take back a step for which memory was wanting, to go on with a smaller one.
 
-        Until others end, fewer may run than did. False, and nothing is done, where that request is alone in
-        the step.
+        The next has half as many tokens; where that leaves no request less, the youngest waits. Until others
+        end, no step is larger. False, and nothing is done, where it is as small as can be.
         """
-        if len(plan.entries) < 2:
+        smaller = self.limits.halve(plan.num_tokens, len(self.running))
+        if not smaller and len(plan.entries) < 2:
             return False
-        self._seats = len(self.running) - 1
         size = self.cache.block_size
         unfilled = {block for entry in plan.entries for block in entry.blocks[entry.start // size :]}
         # Who was just admitted may have been promised blocks of this very step.
-        misled = {e.request.id for e in plan.entries if unfilled.intersection(e.blocks[: e.start // size])}
+        waits = {e.request.id for e in plan.entries if unfilled.intersection(e.blocks[: e.start // size])}
+        if not smaller:
+            self.limits.num_requests = len(self.running) - 1
+            waits.add(plan.entries[-1].request.id)
         for entry in reversed(plan.entries):
             self.cache.undo(entry.request)
-            if entry is plan.entries[-1] or entry.request.id in misled:
+            if entry.request.id in waits:
                 self.running.remove(entry.request)
                 self._preempt(entry.request)
         return True
@@ -203,7 +207,7 @@ class Scheduler:
         """
         self.cache.check(self._states(), num_reserved)
         assert not any(state.blocks for state in (*self.waiting, *self.held))
-        assert len(self.running) <= self.max_num_requests
+        assert len(self.running) <= self.limits.max_num_requests
         limit = self.info.max_request_len
         for state in self._states():
             assert state.num_computed < state.num_tokens <= limit - state.request.draws, state
@@ -252,9 +256,9 @@ class Scheduler:
         if not (self.waiting and self.running and self.waiting[0].request.urgent):
             return
         latest, state = self.running[-1], self.waiting[0]
-        left = self.max_num_tokens - len(self.running) + 1
+        left = self.limits.num_tokens - len(self.running) + 1
         is_long = latest.num_tokens - latest.num_computed >= left
-        has_seat = len(self.running) < min(self._seats, self.max_num_tokens)
+        has_seat = len(self.running) < min(self.limits.num_requests, self.limits.num_tokens)
         if latest.request.urgent or not is_long or not has_seat:
             return
         if self.cache.admit(state, headroom=len(self.running)):
@@ -263,12 +267,12 @@ class Scheduler:
 
     def _plan_running(self, entries: list[PlanEntry]) -> None:
         """Plan for those that run, oldest first. Only those behind, not planned yet, can be preempted."""
-        index, budget = 0, self.max_num_tokens
+        index, budget = 0, self.limits.num_tokens
         while index < len(self.running) and budget:
             state = self.running[index]
             num_tokens = min(state.num_tokens - state.num_computed, self._share(index, budget))
             if self._make_room(state, num_tokens):
-                entries.append(_entry(state, num_tokens))
+                entries.append(PlanEntry.of(state, num_tokens))
                 budget -= num_tokens
                 index += 1
 
@@ -281,8 +285,8 @@ class Scheduler:
 
     def _plan_waiting(self, entries: list[PlanEntry]) -> None:
         """Admit from the queue's head while seats, budget and blocks last."""
-        budget = self.max_num_tokens - sum(entry.num_tokens for entry in entries)
-        while self.waiting and budget and len(self.running) < self._seats:
+        budget = self.limits.num_tokens - sum(entry.num_tokens for entry in entries)
+        while self.waiting and budget and len(self.running) < self.limits.num_requests:
             state = self.waiting[0]
             # A block for each that runs, so that they do not need the newcomer's again in a few steps.
             if not self.cache.admit(state, headroom=len(self.running)):
@@ -293,9 +297,9 @@ class Scheduler:
             num_tokens = min(state.num_tokens - state.num_computed, budget)
             appended = self.cache.append(state, num_tokens)
             assert appended, f"request {state.id} was admitted without room"
-            entries.append(_entry(state, num_tokens))
+            entries.append(PlanEntry.of(state, num_tokens))
             budget -= num_tokens
-        self._waits_for = "tokens" if len(self.running) < self._seats else "seat"
+        self._waits_for = "tokens" if len(self.running) < self.limits.num_requests else "seat"
 
     def _can_go_ahead(self, entry: PlanEntry) -> bool:
         """Whether a request goes on with one token, and has its block. Blocks that it gets it keeps."""
@@ -311,7 +315,7 @@ class Scheduler:
         assert state.num_computed == entry.start, f"request {state.id} did not go the foreseen way"
         appended = self.cache.append(state, entry.num_tokens)
         assert appended, f"request {state.id} has lost its block"
-        return _entry(state, entry.num_tokens)
+        return PlanEntry.of(state, entry.num_tokens)
 
     def _make_room(self, state: RequestState, num_tokens: int) -> bool:
         """Get a running request its blocks, by preempting from the latest on. False if that was itself."""
@@ -400,17 +404,4 @@ class Scheduler:
         self.disk.end(state, keep=not forget)
         self.cache.free(state, forget)
         next(queue for queue in (self.running, self.waiting, self.held) if state in queue).remove(state)
-        self._seats = min(self._seats + 1, self.max_num_requests)
-
-
-def _entry(state: RequestState, num_tokens: int) -> PlanEntry:
-    """The chunk of a request that comes next. At its last known token one is drawn, if one is wanted."""
-    start = state.num_computed
-    samples = start + num_tokens == state.num_tokens and state.request.draws
-    return PlanEntry(state, start, num_tokens, samples, tuple(state.blocks))
-
-
-def _entry_ahead(entry: PlanEntry) -> PlanEntry:
-    """What follows an entry that draws a token."""
-    state = entry.request
-    return PlanEntry(state, entry.start + entry.num_tokens, 1, True, tuple(state.blocks), ahead=True)
+        self.limits.relax()

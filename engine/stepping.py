@@ -7,11 +7,15 @@ next step is started while one runs; should a request have ended meanwhile, its 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Protocol
 
+from quantd.engine.faults import is_out_of_memory
 from quantd.engine.plan import AheadRunner, Plan, Runner, Started, StepOutput
 from quantd.engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 class Stepping(Protocol):
@@ -62,11 +66,23 @@ class OneAhead:
     def run(self, plan: Plan) -> StepOutput:
         """See Stepping."""
         running = self._running or _Flight(plan, self._runner.start(plan))
-        ahead = self._scheduler.ahead(plan)
-        following = None if ahead is None else _Flight(ahead, self._runner.start(ahead, running.started))
+        following = self._start_ahead(plan, running)
         output = running.output_of(plan)
         self._foreseen = following
         return output
+
+    def _start_ahead(self, plan: Plan, running: _Flight) -> _Flight | None:
+        """The step behind one that runs, unless there is no memory for both: then the first still counts."""
+        ahead = self._scheduler.ahead(plan)
+        if ahead is None:
+            return None
+        try:
+            return _Flight(ahead, self._runner.start(ahead, running.started))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.info("no step was started ahead: %s", error)
+            return None
 
 
 @dataclass(frozen=True)

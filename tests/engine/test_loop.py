@@ -11,18 +11,20 @@ from quantd.engine.grammar import NO_GRAMMARS, Done, GrammarCompiler, Grammars
 from quantd.engine.loop import EngineLoop, Incoming
 from quantd.engine.messages import Abort, Add, Events, Forget, FromEngine, GetStats, Started, Stats
 from quantd.engine.plan import Plan, StepOutput
-from quantd.engine.request import SamplingParams, TokenEvent
+from quantd.engine.request import Request, SamplingParams, TokenEvent
 from quantd.engine.scheduler import Scheduler
 
 
 class Harness:
     """An EngineLoop whose inbox is filled and whose frames are read by hand."""
 
-    def __init__(self, runner: FakeRunner | None = None, grammars: Grammars = NO_GRAMMARS) -> None:
+    def __init__(
+        self, runner: FakeRunner | None = None, grammars: Grammars = NO_GRAMMARS, **config: int
+    ) -> None:
         self.inbox: SimpleQueue[Incoming] = SimpleQueue()
         self.sent: list[FromEngine] = []
         self.runner = runner or FakeRunner(make_info())
-        scheduler = Scheduler(EngineConfig(model_path=""), self.runner.info)
+        scheduler = Scheduler(EngineConfig(model_path="", **config), self.runner.info)  # type: ignore[arg-type]
         self.loop = EngineLoop(
             scheduler, self.runner, self.inbox, self.sent.append, hold_seconds=0.0, grammars=grammars
         )
@@ -117,8 +119,7 @@ def test_a_fault_of_the_gpu_ends_the_loop_at_once_and_those_who_wait_are_not_tol
         def run(self, plan: Plan) -> StepOutput:
             raise fault
 
-    harness = Harness(Faulty(make_info()))
-    harness.loop.scheduler.max_num_tokens = 4
+    harness = Harness(Faulty(make_info()), max_num_tokens=4)
     with pytest.raises(type(fault)):
         harness.step(Add(make_request("a", [1] * 9)), Add(make_request("b", [2])))
     assert [frame.request_ids for frame in harness.sent if isinstance(frame, Started)] == [["a"]]
@@ -127,59 +128,88 @@ def test_a_fault_of_the_gpu_ends_the_loop_at_once_and_those_who_wait_are_not_tol
 
 
 class ShortOfMemory(FakeRunner):
-    """Has memory for a few requests at a time."""
+    """Has memory for so many requests of a step, and tokens."""
 
-    room = 2
+    requests, tokens = 64, 512
 
     def run(self, plan: Plan) -> StepOutput:
-        if len(plan.entries) > self.room:
+        if len(plan.entries) > self.requests or plan.num_tokens > self.tokens:
             self.plans.append(plan)
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
         return super().run(plan)
 
+    @property
+    def sizes(self) -> list[int]:
+        return [plan.num_tokens for plan in self.plans]
 
-def test_a_step_without_memory_is_done_again_without_its_youngest_request() -> None:
-    """All have one prompt, so that the later ones were promised blocks which that step did not fill."""
-    runner = ShortOfMemory(make_info())
-    harness = Harness(runner)
-    prompt = [*range(10)]
-    requests = [make_request(name, [*prompt, i], max_tokens=3 + i) for i, name in enumerate("abcd")]
+
+def serve(harness: Harness, *requests: Request) -> None:
+    """To their ends, which are what they would be alone."""
     seen = events(harness.step(*map(Add, requests)))
-    harness.loop.scheduler.check()
-    assert seen == []
     while harness.loop.scheduler.has_work:
-        seen += events(harness.step())
         harness.loop.scheduler.check()
+        seen += events(harness.step())
     for request in requests:
         tokens = [token for event in seen if event.request_id == request.id for token in event.token_ids]
         assert tokens == continuation(request, make_info())[0]
-    sizes = [len(plan.entries) for plan in runner.plans]
-    assert sizes[:4] == [4, 3, 2, 2]
+
+
+def test_a_step_without_memory_is_done_again_with_half_its_tokens() -> None:
+    runner = ShortOfMemory(make_info())
+    runner.tokens = 20
+    serve(Harness(runner), make_request("a", range(60), max_tokens=2))
+    assert runner.sizes == [60, 30, 16, 16, 16, 12, 1]
+
+
+def test_steps_grow_again_when_requests_have_ended() -> None:
+    runner = ShortOfMemory(make_info())
+    harness = Harness(runner)
+    runner.tokens = 20
+    serve(harness, make_request("a", range(30), max_tokens=1))
+    runner.plans.clear()
+    runner.tokens = 512
+    for name, sizes in (("b", [32, 32, 26]), ("c", [64, 26]), ("d", [90])):
+        serve(harness, make_request(name, [i % 60 for i in range(90)], salt=name, max_tokens=1))
+        assert runner.sizes == sizes
+        runner.plans.clear()
+
+
+def test_a_step_that_cannot_have_fewer_tokens_is_done_again_without_its_youngest_request() -> None:
+    """All have one prompt, so that the later ones were promised blocks which that step did not fill."""
+    runner = ShortOfMemory(make_info())
+    harness = Harness(runner)
+    runner.requests = 2
+    serve(harness, *(make_request(name, [*range(10), i], max_tokens=3 + i) for i, name in enumerate("abcd")))
+    assert [len(plan.entries) for plan in runner.plans][:4] == [4, 3, 2, 2]
     assert harness.loop.scheduler.counters.preemptions >= 2
 
 
 def test_one_that_runs_keeps_what_it_has_when_memory_is_wanting() -> None:
     runner = ShortOfMemory(make_info())
     harness = Harness(runner)
-    runner.room = 1
-    old = make_request("old", [*range(30)], max_tokens=5)
-    harness.step(Add(old))
-    harness.step(Add(make_request("new", [*range(20)], max_tokens=2)))
+    runner.requests = 1
+    harness.step(Add(make_request("old", range(30), max_tokens=5)))
+    new = make_request("new", range(30, 50), max_tokens=2)
+    seen = [event for message in ([Add(new)], [], []) for event in events(harness.step(*message))]
     harness.loop.scheduler.check()
-    (event,) = events(harness.step())
-    assert (event.request_id, runner.plans[-1].num_tokens) == ("old", 1)
-    seen = [event]
+    assert [(event.request_id, len(event.token_ids)) for event in seen] == [("old", 1)]
+    assert runner.sizes == [30, 21, 16, 1]
     while harness.loop.scheduler.has_work:
         seen += events(harness.step())
     assert [event.finish_reason for event in seen if event.finish_reason] == ["length", "length"]
 
 
-def test_a_request_that_alone_finds_no_memory_ends() -> None:
+def test_a_request_that_alone_finds_no_memory_ends_and_a_smaller_one_is_served() -> None:
     runner = ShortOfMemory(make_info())
     harness = Harness(runner)
-    runner.room = 0
-    (event,) = events(harness.step(Add(make_request("a", [1, 2]))))
+    runner.tokens = 10
+    (event,) = [
+        event
+        for message in ([Add(make_request("a", range(60)))], [], [])
+        for event in events(harness.step(*message))
+    ]
     assert event.error is not None and "out of memory" in event.error
+    serve(harness, make_request("b", range(3), max_tokens=2))
 
 
 def test_while_nothing_comes_the_runner_prepares() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantd.engine.config import Allowance, EngineConfig
+from quantd.engine.devices import plan_ranks
 from quantd.engine.errors import CapacityError
 from quantd.engine.machine import available_memory
 from quantd.engine.memory import (
@@ -231,21 +232,42 @@ def test_the_device_with_the_least_room_decides() -> None:
     assert plan_rank_blocks(config(), 1 << 20, ranks, MIB) == plan_blocks(config(), 1 << 20, 3000, room)
 
 
+MODEL_8B = DecoderSpec(
+    model_type="llama",
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    heads=HeadShape(32, 8, 128),
+    layers=(LayerSpec(),) * 32,
+    ropes=(),
+    max_model_len=8192,
+    norm_eps=1e-5,
+    attention_scale=1.0,
+    tied=False,
+)
+
+
+def test_an_automatic_split_fills_what_computing_and_other_programs_leave_of_gpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """16 GB of weights, 2 of them embedding and output matrix, over a GPU of 24 GB and one of 8."""
+    free = [24 * 10**9, 8 * 10**9]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("quantd.engine.devices.rank_memory", lambda device: free[device.index])
+    ends = 2 * 2 * 128_256 * 4096
+    layer = (16 * 10**9 - ends) / 32
+    for reserved, layers in ((GIB, 24), (3 * GIB, 26)):
+        asked = msgspec.structs.replace(config(vram_reserve=reserved), backend="gpu", split="auto")
+        world = plan_ranks(asked, MODEL_8B, 16 * 10**9)
+        counts = [stop - start for start, stop in world.stages]
+        left = [size - reserved - workspace_bytes(asked, MODEL_8B) for size in free]
+        filled = [(counts[0] * layer + ends) / left[0], counts[1] * layer / left[1]]
+        assert counts[0] == layers and abs(filled[0] - filled[1]) < layer / left[1]
+
+
 def test_the_workspace_covers_what_a_model_of_8b_takes() -> None:
     """512 rows of a joined MLP matrix in float32, and the logits of 64 requests three times, are in it."""
-    spec = DecoderSpec(
-        model_type="llama",
-        vocab_size=128_256,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        heads=HeadShape(32, 8, 128),
-        layers=(LayerSpec(),) * 32,
-        ropes=(),
-        max_model_len=8192,
-        norm_eps=1e-5,
-        attention_scale=1.0,
-        tied=False,
-    )
+    spec = MODEL_8B
     workspace = workspace_bytes(config(), spec)
     assert 512 * 3 * 14_336 * 4 + 3 * 64 * 128_256 * 4 < workspace < GIB
     assert workspace_bytes(config(max_num_tokens=4096), spec) > workspace + 3584 * 3 * 14_336 * 4

@@ -44,7 +44,7 @@ class Engine:
     def step(self) -> Plan:
         plan = self.scheduler.schedule()
         assert plan.entries
-        assert plan.num_tokens <= self.scheduler.max_num_tokens
+        assert plan.num_tokens <= self.scheduler.limits.num_tokens
         try:
             self._note(self.scheduler.update(plan, self.runner.run(plan)))
         except RuntimeError as error:
