@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from quantd.engine.shard import head_shares
 from quantd.engine.split import AUTO, World, ends_in_layers, plan_world, stage_memory
 from quantd.kernels.gpu.tuning import gpu_of
 from quantd.kernels.machine import physical_cores
-from quantd.kernels.select import choose_backend
+from quantd.kernels.select import choose_backend, too_old
 
 # Trained in bfloat16 and found to leave fp16's range, whatever type their files have.
 _WIDE_RANGE = "gemma"
@@ -56,6 +56,9 @@ def plan_ranks(config: EngineConfig, spec: DecoderSpec, weight_bytes: int) -> Wo
             f"but there are {num_gpus}",
             "tp",
         )
+    for i in range(world.size):
+        if (fault := too_old(i)) is not None:
+            raise RequestError(f"{fault}: hide it with CUDA_VISIBLE_DEVICES", "tp")
     return world
 
 
@@ -88,15 +91,20 @@ def rank_threads(config: EngineConfig, num_ranks: int) -> int:
     return config.threads or max(physical_cores() // num_ranks, 1)
 
 
-def compute_dtype(model_config: Mapping[str, Any], spec: DecoderSpec, device: torch.device) -> torch.dtype:
-    """The type of activations on a GPU: that of the model's training as far as is known, else fp16.
-
-    Before sm_80 GPUs have no arithmetic in bfloat16.
+def compute_dtype(
+    model_config: Mapping[str, Any], spec: DecoderSpec, devices: Sequence[torch.device]
+) -> torch.dtype:
+    """The type of activations on GPUs that exchange them: that of the model's training as far as is known,
+    else fp16.
     """
     stored = model_config.get("dtype") or model_config.get("torch_dtype")
     wants_bf16 = stored == "bfloat16" or spec.model_type.startswith(_WIDE_RANGE)
-    has_bf16 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
-    return torch.bfloat16 if wants_bf16 and has_bf16 else torch.float16
+    return torch.bfloat16 if wants_bf16 and all(map(_has_bf16, devices)) else torch.float16
+
+
+def _has_bf16(device: torch.device) -> bool:
+    """Before sm_80 GPUs have no arithmetic in bfloat16; the interpreter has."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _num_gpus(config: EngineConfig) -> int:

@@ -119,7 +119,8 @@ class HostCopy:
         if tensor.device.type == "cuda":
             pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._tensor = pinned.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # Waiting for one that is not blocking takes a core.
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> Tensor:

@@ -21,7 +21,7 @@ from quantd.engine.cuda_graphs import CudaRecorder, DecodeGraphs, size_ladder, w
 from quantd.engine.devices import compute_dtype, keeps_bits, rank_device, rank_memory, rank_threads
 from quantd.engine.errors import CapacityError
 from quantd.engine.faults import is_out_of_memory, kind_of
-from quantd.engine.forward import Eager, Forward, to_device
+from quantd.engine.forward import Eager, Forward, moved, to_device
 from quantd.engine.memory import PROMPT_ROWS
 from quantd.engine.models.decoder import Decoder, last_finite
 from quantd.engine.models.spec import DecoderSpec
@@ -145,8 +145,9 @@ def select(hidden: Tensor, rows: Tensor) -> Tensor:
     """These rows of hidden states [M, H], each once at most, by int32 indices in the CPU's memory."""
     if len(rows) == len(hidden):
         return hidden
+    (index,) = [rows] if hidden.is_cpu else moved([rows], hidden.device)
     # index_select copies rows; indexing wakes torch's threads, which takes longer.
-    return hidden.index_select(0, rows.to(hidden.device))
+    return hidden.index_select(0, index)
 
 
 def micro_batches(
@@ -284,7 +285,8 @@ def set_up(start: StartRank, spec: DecoderSpec, checkpoint: Checkpoint) -> Bench
     if world.size > 1:
         place = connect(world, rank, FileStore(start.store, world.size), spec.hidden_size, device)
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
-    dtype = compute_dtype(checkpoint.config, spec, device)
+    stage = [rank_device(config, peer) for peer in world.peers(rank)]
+    dtype = compute_dtype(checkpoint.config, spec, stage)
     same_bits = keeps_bits(config, world.size)
     ops = select_ops(config.backend, config.activations, threads, kernel_cache, device, dtype, same_bits)
     return Bench(config, place, device, ops)

@@ -35,6 +35,11 @@ class World(msgspec.Struct, frozen=True):
         """A rank's place among those of its stage."""
         return rank % self.tp
 
+    def peers(self, rank: int) -> range:
+        """All ranks of a rank's stage."""
+        first = self.stage(rank) * self.tp
+        return range(first, first + self.tp)
+
     def layers(self, rank: int) -> range:
         """The layers of a rank's stage."""
         return range(*self.stages[self.stage(rank)])

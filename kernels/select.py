@@ -10,6 +10,7 @@ import torch
 
 import quantd.kernels.gpu  # noqa: F401  (settles what triton reads when it is imported)
 from quantd.kernels.errors import QuantdError
+from quantd.kernels.gpu.compile import TARGETS
 from quantd.kernels.ops import Ops
 from quantd.kernels.reference import Activations, ReferenceOps
 
@@ -88,13 +89,18 @@ def _missing_gpu() -> str | None:
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     try:
-        from quantd.kernels.gpu.compile import TARGETS
+        import quantd.kernels.gpu.linear  # noqa: F401  (imports triton, which may be there and broken)
     except ImportError as error:
         return f"triton cannot be imported ({error})"
-    major, minor = torch.cuda.get_device_capability(0)
-    if 10 * major + minor < TARGETS[0]:
-        return f"{torch.cuda.get_device_name(0)} is of compute capability {major}.{minor}, 7.5 is the least"
-    return None
+    return too_old(0)
+
+
+def too_old(index: int) -> str | None:
+    """Why the kernels do not run on a GPU, by its number; None where they do."""
+    major, minor = torch.cuda.get_device_capability(index)
+    if 10 * major + minor >= TARGETS[0]:
+        return None
+    return f"{torch.cuda.get_device_name(index)} is of compute capability {major}.{minor}, 7.5 is the least"
 
 
 def _is_interpreted() -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from quantd.engine import devices, model_part
 from quantd.engine.config import EngineConfig
 from quantd.engine.cuda_graphs import EAGER_USES, CudaRecorder, DecodeGraphs, Record, Replay
-from quantd.engine.devices import compute_dtype, keeps_bits, with_backend
+from quantd.engine.devices import keeps_bits, with_backend
 from quantd.engine.forward import Eager
 from quantd.engine.gpu_runner import GpuRunner
 from quantd.engine.gpu_sampler import GpuSampler
@@ -472,21 +472,3 @@ def test_a_seed_draws_the_same_alone_and_beside_others() -> None:
     assert GpuSampler().sample(logits[3:], asked[3:]) == together[3:]
     later = GpuSampler().sample(logits, states(*({"seed": seed} for seed in range(4)), output=(1,)))
     assert later != together
-
-
-@pytest.mark.parametrize(
-    ("model_config", "dtype"),
-    [
-        ({}, torch.float16),
-        ({"torch_dtype": "float16"}, torch.float16),
-        ({"torch_dtype": "bfloat16"}, torch.bfloat16),
-        ({"dtype": "bfloat16", "torch_dtype": None}, torch.bfloat16),
-    ],
-)
-def test_activations_have_the_type_of_the_checkpoint(
-    model_config: dict[str, Any], dtype: torch.dtype
-) -> None:
-    spec = decoder_spec(CONFIG)
-    assert compute_dtype(model_config, spec, torch.device("cpu")) == dtype
-    gemma = replace(spec, model_type="gemma2")
-    assert compute_dtype(model_config, gemma, torch.device("cpu")) == torch.bfloat16

@@ -76,6 +76,7 @@ def test_ranks_of_a_stage_are_neighbours() -> None:
         (1, 0, range(3, 5)),
         (1, 1, range(3, 5)),
     ]
+    assert [world.peers(r) for r in range(4)] == [range(2), range(2), range(2, 4), range(2, 4)]
 
 
 def test_231_groups_over_two_ranks() -> None:
