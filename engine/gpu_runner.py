@@ -1,13 +1,13 @@
-"""The runner of one GPU: its steps are started, and compute while the CPU does something else.
+"""The runner of GPUs: its steps are started, and compute while the CPU does something else.
 
-Everything that a step needs goes to the GPU in the order of the starts, on one stream, so a step finds what
-the one before it wrote, and nobody waits before a result is asked for.
+Everything that a step needs goes to a GPU in the order of the starts, on one stream, so a step finds what
+the one before it wrote, and nobody waits before a result is asked for. So it is on every rank: what ranks
+exchange, the tokens drawn on rank 0 too, passes from GPU to GPU.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from quantd.engine.batch import build_batch
 from quantd.engine.forward import moved
 from quantd.engine.gpu_sampler import GpuDrawing, GpuSampler
+from quantd.engine.leading import LeadingPart
 from quantd.engine.messages import ModelInfo
 from quantd.engine.model_part import ModelPart
 from quantd.engine.plan import Plan, Started
@@ -25,7 +26,7 @@ from quantd.engine.token_masks import Masks
 class GpuRunner(ModelRunner):
     """The AheadRunner of a decoder (see quantd.engine.plan)."""
 
-    def __init__(self, part: ModelPart, info: ModelInfo) -> None:
+    def __init__(self, part: ModelPart | LeadingPart, info: ModelInfo) -> None:
         self._gpu_sampler = GpuSampler()
         super().__init__(part, self._gpu_sampler, info)
 
@@ -33,9 +34,8 @@ class GpuRunner(ModelRunner):
     def start(self, plan: Plan, before: Started | None = None) -> Step:
         """See AheadRunner."""
         batch = build_batch(plan, self.info.block_size)
-        if before is not None:
-            batch = replace(batch, token_ids=_drawn_ids(before, plan, self.info.vocab_size))
-        return self._start(plan, batch)
+        drawn = None if before is None else _drawn_ids(before, plan, self.info.vocab_size)
+        return self._start(plan, batch, drawn)
 
     def _draw(self, plan: Plan, hidden: Tensor, masks: Future[Masks]) -> Drawing:
         drawing = [entry for entry in plan.entries if entry.samples]

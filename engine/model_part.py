@@ -8,14 +8,14 @@ what the rows before it wrote, and its bits are those it has in any other compan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from quantd.engine.batch import Batch, build_batch
+from quantd.engine.batch import AHEAD, Batch, build_batch
 from quantd.engine.config import EngineConfig
 from quantd.engine.cuda_graphs import CudaRecorder, DecodeGraphs, size_ladder, width_ladder
 from quantd.engine.devices import compute_dtype, keeps_bits, rank_device, rank_memory, rank_threads
@@ -56,8 +56,13 @@ class ModelPart:
         self._kv = pool.layers()
         self._forward = forward
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Hidden states behind the final norm, float32 [M, H]; for ranks of the first stage."""
+    def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
+        """Hidden states behind the final norm, float32 [M, H]; for ranks of the first stage.
+
+        drawn: int32 [M] on the device, the batch's token ids where all of them are AHEAD.
+        """
+        if drawn is not None:
+            batch = replace(batch, token_ids=self._place.group.broadcast(drawn))
         hidden = self._pass(batch, self._forward)
         assert hidden is not None, "a stage that is not the first has no final norm"
         return hidden
@@ -65,6 +70,9 @@ class ModelPart:
     @torch.inference_mode()
     def follow(self, batch: Batch) -> None:
         """Do, on any rank but 0, what rank 0's `forward` and its calls of `decoder.logits` need."""
+        if self._place.part.has_ends and AHEAD in batch.token_ids:
+            drawn = torch.empty_like(batch.token_ids, device=self._device)
+            batch = replace(batch, token_ids=self._place.group.broadcast(drawn))
         hidden = self._pass(batch, self._forward)
         if hidden is not None:
             for rows in logits_rows(batch):

@@ -58,6 +58,9 @@ class Group(Protocol):
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """all_gather for rank 0 alone; the others get their x back."""
 
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's x, of any shape; that of the others is overwritten."""
+
 
 class Alone:
     """A rank with no others, for which nothing is to do."""
@@ -74,6 +77,10 @@ class Alone:
         return x
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """x itself."""
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
         """x itself."""
         return x
 
@@ -116,6 +123,12 @@ class TorchGroup:
             works = [self._ranks.recv([part], rank, 0) for rank, part in enumerate(others, 1)]
             _wait(works)
         return torch.cat([x, *others], 1)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """See Group."""
+        with _exchange():
+            self._ranks.broadcast(x, 0).wait()
+        return x
 
     def _gather_flat(self, flat: Tensor) -> Tensor:
         """[n] of each rank -> [size, n]."""

@@ -22,6 +22,7 @@ from quantd.engine.config import Allowance, EngineConfig
 from quantd.engine.devices import plan_ranks, rank_memory, with_backend
 from quantd.engine.errors import CapacityError, NumericsError
 from quantd.engine.footprint import Footprint, foresee
+from quantd.engine.leading import LeadingPart, LeadingRunner, leading
 from quantd.engine.logprobs import token_logprob
 from quantd.engine.memory import GOOD_LEN, LEAST_LEN, workspace_bytes
 from quantd.engine.memory_plan import MemoryPlan, plan_memory
@@ -29,14 +30,13 @@ from quantd.engine.messages import ModelInfo
 from quantd.engine.model_part import Bench, ModelPart, load_part, prompt_chunks, select, set_up
 from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.models.spec import DecoderSpec
-from quantd.engine.plan import EntryOutput, Plan, PlanEntry, PoolBlocks, StepOutput
+from quantd.engine.plan import EntryOutput, Plan, PlanEntry, PoolBlocks, Runner, StepOutput
 from quantd.engine.pooling import HiddenRow, pool, pooled_rows
-from quantd.engine.rank_messages import Allocate, Prepare, Prepared, RankLoaded, RankReady, StartRank
+from quantd.engine.rank_messages import Allocate, RankLoaded, RankReady, StartRank
 from quantd.engine.ranks import Fail, Ranks
 from quantd.engine.request import TokenLogprob
 from quantd.engine.sampler import Sample, Sampler, check_finite
 from quantd.engine.split import World
-from quantd.engine.step_frame import step_of
 from quantd.engine.token_masks import Masks, TokenMasks
 from quantd.engine.weights import Progress
 from quantd.kernels.shortlist import Row
@@ -51,7 +51,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        part: ModelPart,
+        part: ModelPart | LeadingPart,
         sampler: Sampler | GpuSampler,
         info: ModelInfo,
         pool_blocks: PoolBlocks | None = None,
@@ -67,9 +67,10 @@ class ModelRunner:
         return self._start(plan, build_batch(plan, self.info.block_size)).result()
 
     @torch.inference_mode()
-    def _start(self, plan: Plan, batch: Batch) -> Step:
+    def _start(self, plan: Plan, batch: Batch, drawn: Tensor | None = None) -> Step:
+        """drawn: see ModelPart."""
         masks = self._masks.start([entry.request for entry in plan.entries if entry.samples])
-        hidden = self._hidden(batch)
+        hidden = self._part.forward(batch, drawn)
         drawing = self._draw(plan, select(hidden, batch.sample_rows), masks)
         prompts = self._prompt_logits(hidden, batch.prompt_rows)
         pooled = _hidden_rows(hidden, pooled_rows(plan))
@@ -86,10 +87,6 @@ class ModelRunner:
     def prepare(self) -> bool:
         """See Runner."""
         return self._part.prepare()
-
-    def _hidden(self, batch: Batch) -> Tensor:
-        """Hidden states of the batch's tokens, [M, H]."""
-        return self._part.forward(batch)
 
     def _draw(self, plan: Plan, hidden: Tensor, masks: Future[Masks]) -> Drawing:
         """hidden: [S, H], a row for each entry that samples, as have the masks."""
@@ -188,7 +185,7 @@ def build_runner(
     progress: Progress,
     fail: Fail = lambda failed: None,
     make_room: Callable[[CapacityError], Allowance] = refuse,
-) -> ModelRunner:
+) -> Runner:
     """Load the model of `config`, on as many ranks as it asks for, and make its block pool.
 
     progress: see load_weights; fail: see Ranks. make_room: called before any weight is read where memory will
@@ -210,46 +207,7 @@ def build_runner(
     num_blocks = _plan_blocks(config, spec, memory, bench.ops.name)
     part = loaded.allocate(num_blocks)
     info = _describe(config, part, memory, num_blocks, begun)
-    if config.backend != "gpu":
-        return ModelRunner(part, _sampler(config, part), info, part.blocks())
-    from quantd.engine.gpu_runner import GpuRunner  # needs triton
-
-    return GpuRunner(part, info)
-
-
-class LeadingRunner(ModelRunner):
-    """A runner on rank 0 of several, which compute every step together."""
-
-    def __init__(self, part: ModelPart, sampler: Sampler | GpuSampler, info: ModelInfo, ranks: Ranks) -> None:
-        super().__init__(part, sampler, info)
-        self._ranks = ranks
-
-    def run(self, plan: Plan) -> StepOutput:
-        """See ModelRunner. Raises RankError for every failure: the other ranks are out of step then."""
-        try:
-            return super().run(plan)
-        except Exception as error:
-            raise self._ranks.explain(error) from error
-
-    def prepare(self) -> bool:
-        """See Runner: every rank its part, since what is left for one may be done for another's stage."""
-        try:
-            self._ranks.send(Prepare())
-            more = super().prepare()
-            return any([more, *(answer.more for answer in self._ranks.collect(Prepared))])
-        except Exception as error:
-            raise self._ranks.explain(error) from error
-
-    def close(self) -> None:
-        """End the other ranks, and let go of what was recorded with them."""
-        try:
-            self._part.close()
-        finally:
-            self._ranks.close()
-
-    def _hidden(self, batch: Batch) -> Tensor:
-        self._ranks.send(step_of(batch))
-        return super()._hidden(batch)
+    return _runner(config, part, info, part.blocks())
 
 
 def _build_leader(
@@ -273,7 +231,8 @@ def _build_leader(
         ranks.close()
         raise
     info = _describe(config, part, memory, num_blocks, begun)
-    return LeadingRunner(part, _sampler(config, part), info, ranks)
+    leader = LeadingPart(part, ranks)
+    return leading(_runner(config, leader, info), leader)
 
 
 def _with_room(
@@ -317,13 +276,18 @@ def _plan(
     return plan_memory(config, backend, spec.max_model_len, memory, workspace, least_len)
 
 
-def _sampler(config: EngineConfig, part: ModelPart) -> Sampler | GpuSampler:
-    """Draws tokens where the logits are."""
+def _runner(
+    config: EngineConfig,
+    part: ModelPart | LeadingPart,
+    info: ModelInfo,
+    pool_blocks: PoolBlocks | None = None,
+) -> ModelRunner:
+    """One that draws tokens where the logits are."""
     if config.backend != "gpu":
-        return Sampler(part.decoder.ops.shortlists)
-    from quantd.engine.gpu_sampler import GpuSampler  # needs triton
+        return ModelRunner(part, Sampler(part.decoder.ops.shortlists), info, pool_blocks)
+    from quantd.engine.gpu_runner import GpuRunner  # needs triton
 
-    return GpuSampler()
+    return GpuRunner(part, info)
 
 
 def _describe(

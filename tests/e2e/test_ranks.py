@@ -26,9 +26,10 @@ from test_daemon import DATA, STORY, serve, until, wait_for_text
 from quantd.engine.client import EngineClient
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import EngineDiedError, NumericsError, RequestError
+from quantd.engine.leading import LeadingRunner
 from quantd.engine.ranks import Ranks
 from quantd.engine.request import EmbeddingParams, Pooling, Request, SamplingParams, TokenLogprob
-from quantd.engine.runner import LeadingRunner, build_runner
+from quantd.engine.runner import build_runner
 from quantd.engine.split import World
 
 EXACT = {"kv_dtype": "fp32", "activations": "fp32"}

@@ -28,13 +28,14 @@ from quantd.engine.forward import Eager
 from quantd.engine.gpu_runner import GpuRunner
 from quantd.engine.gpu_sampler import GpuSampler
 from quantd.engine.grammar import Matcher
+from quantd.engine.leading import LeadingAheadRunner
 from quantd.engine.model_part import ModelPart, load_part, set_up
 from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.parallel import Place
-from quantd.engine.plan import Plan, RequestState, Started
+from quantd.engine.plan import AheadRunner, Plan, RequestState, Started
 from quantd.engine.rank_messages import StartRank
 from quantd.engine.request import EmbeddingParams, Pooling, Request, SamplingParams
-from quantd.engine.runner import LeadingRunner, ModelRunner, Step, build_runner
+from quantd.engine.runner import ModelRunner, build_runner
 from quantd.engine.sampler import Sampler
 from quantd.engine.shard import Part
 from quantd.engine.split import World
@@ -52,7 +53,7 @@ HEAD_DIM, NUM_HEADS, NUM_KV_HEADS = 16, 2, 1
 BLOCK_SIZE = 4
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+needs_a_gpu_each = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
 
 CONFIG = {
     "model_type": "llama",
@@ -138,7 +139,9 @@ def config_of(folder: Path, **options: Any) -> EngineConfig:
 
 
 def build(config: EngineConfig) -> ModelRunner:
-    return build_runner(config, lambda done, total: None)
+    runner = build_runner(config, lambda done, total: None)
+    assert isinstance(runner, ModelRunner)
+    return runner
 
 
 def requests(num_tokens: int, **sampling: Any) -> list[Request]:
@@ -210,16 +213,18 @@ def test_embeddings_are_those_of_the_reference(folder: Path) -> None:
         np.testing.assert_allclose(ours, expected, atol=0.02)
 
 
-class Watched(GpuRunner):
-    """Notes which of its steps are started ahead, and where token ids are when they enter."""
+class Watched:
+    """A runner that notes which of its steps are started ahead."""
 
-    def __init__(self, runner: GpuRunner) -> None:
-        super().__init__(runner._part, runner.info)
+    def __init__(self, runner: AheadRunner) -> None:
+        self.info, self.pool_blocks = runner.info, runner.pool_blocks
+        self.run, self.prepare = runner.run, runner.prepare
         self.ahead: list[bool] = []
+        self._runner = runner
 
-    def start(self, plan: Plan, before: Started | None = None) -> Step:
+    def start(self, plan: Plan, before: Started | None = None) -> Started:
         self.ahead.append(before is not None)
-        return super().start(plan, before)
+        return self._runner.start(plan, before)
 
 
 def test_steps_started_ahead_write_the_same_text(folder: Path) -> None:
@@ -373,17 +378,21 @@ def test_a_recording_that_fails_leaves_torch_as_it_was(fault: str) -> None:
     assert torch.empty(8, pin_memory=True).copy_(x).tolist() == [1.0] * 8
 
 
-@on_two_gpus
-@pytest.mark.parametrize("ranks", [{"tp": 2}, {"split": "1,1"}], ids=str)
-def test_two_gpus_write_what_one_writes(folder: Path, ranks: dict[str, Any]) -> None:
-    one, two = (config_of(folder, **options) for options in ({}, ranks))
-    expected = token_ids(InProcessEngine(one, build(one)).serve(requests(20)))
-    runner = build(two)
-    assert isinstance(runner, LeadingRunner)
+@needs_a_gpu_each
+@pytest.mark.parametrize("ranks", [{"tp": 2}, pytest.param({"split": "1,1"}, marks=on_a_gpu)], ids=str)
+def test_two_ranks_started_ahead_write_what_one_writes(
+    folder: Path, expected: list[Completion], ranks: dict[str, Any]
+) -> None:
+    config = config_of(folder, **ranks)
+    runner = build_runner(config, lambda done, total: None)
+    assert isinstance(runner, LeadingAheadRunner)
+    watched = Watched(runner)
     try:
-        assert token_ids(InProcessEngine(two, runner).serve(requests(20))) == expected
+        served = token_ids(InProcessEngine(config, watched).serve(requests(4)))
     finally:
         runner.close()
+    assert served == [tokens[:4] for tokens in token_ids(expected)]
+    assert watched.ahead.count(True) == 3
 
 
 def states(*params: dict[str, Any], output: tuple[int, ...] = ()) -> list[RequestState]:

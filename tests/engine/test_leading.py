@@ -25,14 +25,17 @@ from quantd.engine.config import EngineConfig
 from quantd.engine.connection import Connection
 from quantd.engine.cuda_graphs import EAGER_USES, DecodeGraphs, Replay
 from quantd.engine.forward import Eager
+from quantd.engine.gpu_runner import GpuRunner
+from quantd.engine.leading import LeadingAheadRunner, LeadingPart, LeadingRunner, leading
 from quantd.engine.model_part import ModelPart
 from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.models.decoder import Decoder
 from quantd.engine.parallel import Place
+from quantd.engine.plan import Plan, Started
 from quantd.engine.rank_messages import FromRank, ToRank
 from quantd.engine.ranks import Ranks
 from quantd.engine.request import Request, SamplingParams
-from quantd.engine.runner import LeadingRunner, ModelRunner
+from quantd.engine.runner import ModelRunner, Step
 from quantd.engine.sampler import Sampler
 from quantd.engine.shard import Part
 from quantd.engine.weights import load_weights
@@ -155,8 +158,8 @@ class World:
         self.graphs = [Graphs(rank in failing) for rank in range(threads.world.size)]
         checkpoint = checkpoint_of("gptq")
         parts = threads.run(lambda rank, place: part_of(checkpoint, place, self.graphs[rank]))
-        self.ranks = Led(parts[1:], pool)
-        self.runner = LeadingRunner(parts[0], Sampler(), INFO, cast(Ranks, self.ranks))
+        self.part = LeadingPart(parts[0], cast(Ranks, Led(parts[1:], pool)))
+        self.runner = leading(ModelRunner(self.part, Sampler(), INFO), self.part)
 
     def texts(self, num_requests: int, max_tokens: int) -> list[list[int]]:
         served = InProcessEngine(CONFIG, self.runner).serve(requests(num_requests, max_tokens))
@@ -228,3 +231,33 @@ def test_a_stage_goes_on_recording_when_that_of_rank_0_cannot() -> None:
         assert made.recorded() == [[], [1, 4, 2]]
         assert made.texts(3, max_tokens=5) == expected(3, 5)
         assert [graphs.num_replays for graphs in made.graphs] == [0, 4]
+
+
+class Watched(GpuRunner):
+    """Notes how many tokens of its steps were not known when these were started."""
+
+    num_ahead = 0
+
+    def start(self, plan: Plan, before: Started | None = None) -> Step:
+        self.num_ahead += sum(entry.ahead for entry in plan.entries)
+        return super().start(plan, before)
+
+
+@pytest.mark.parametrize("name", ["tp 2", "two stages", "three stages of two"])
+def test_steps_started_ahead_on_ranks_write_the_same_text(name: str) -> None:
+    """Requests end one after another, so that the others change their rows; eager steps, then graphs."""
+    params: list[dict[str, Any]] = [{"seed": 1}, {"temperature": 0.0}, {"seed": 2}]
+    asked = [
+        msgspec.structs.replace(request, sampling=SamplingParams(max_tokens=4 + 3 * i, **params[i]))
+        for i, request in enumerate(requests(3, 0))
+    ]
+    with world(name) as made:
+        gpu = Watched(made.part, INFO)
+        runner = leading(gpu, made.part)
+        assert isinstance(runner, LeadingAheadRunner)
+        ahead = InProcessEngine(CONFIG, runner).serve(asked)
+        assert gpu.num_ahead >= 15
+        assert made.graphs[-1].num_replays >= 1
+        in_turn = InProcessEngine(CONFIG, LeadingRunner(gpu, made.part)).serve(asked)
+    assert ahead == in_turn
+    assert [len(completion.token_ids) for completion in ahead] == [4, 7, 10]

@@ -1,0 +1,104 @@
+"""Rank 0 of several, which all compute every step together: what the others are told, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from quantd.engine.batch import Batch
+from quantd.engine.messages import ModelInfo
+from quantd.engine.model_part import ModelPart
+from quantd.engine.models.decoder import Decoder
+from quantd.engine.plan import AheadRunner, Plan, Runner, Started, StepOutput
+from quantd.engine.rank_messages import Prepare, Prepared
+from quantd.engine.ranks import Ranks
+from quantd.engine.step_frame import step_of
+
+
+class LeadingPart:
+    """Rank 0's ModelPart. The other ranks are told of what it does before it begins."""
+
+    def __init__(self, part: ModelPart, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._part = part
+
+    @property
+    def decoder(self) -> Decoder:
+        """Rank 0's."""
+        return self._part.decoder
+
+    def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
+        """See ModelPart."""
+        self.ranks.send(step_of(batch))
+        return self._part.forward(batch, drawn)
+
+    def prepare(self) -> bool:
+        """See Runner: every rank its part, for what is left differs from stage to stage."""
+        self.ranks.send(Prepare())
+        more = self._part.prepare()
+        return any([more, *(answer.more for answer in self.ranks.collect(Prepared))])
+
+    def close(self) -> None:
+        """End the other ranks, and let go of what was recorded with them."""
+        try:
+            self._part.close()
+        finally:
+            self.ranks.close()
+
+
+class LeadingRunner:
+    """A runner over `part`. For every failure it raises RankError: the ranks are out of step then."""
+
+    pool_blocks = None
+
+    def __init__(self, runner: Runner, part: LeadingPart) -> None:
+        self._runner = runner
+        self._part = part
+
+    @property
+    def info(self) -> ModelInfo:
+        """See Runner."""
+        return self._runner.info
+
+    def run(self, plan: Plan) -> StepOutput:
+        """See Runner."""
+        with self._together():
+            return self._runner.run(plan)
+
+    def prepare(self) -> bool:
+        """See Runner."""
+        with self._together():
+            return self._runner.prepare()
+
+    def close(self) -> None:
+        """See LeadingPart."""
+        self._part.close()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise self._part.ranks.explain(error) from error
+
+
+class LeadingAheadRunner(LeadingRunner):
+    """The same over an AheadRunner. What a step gives, ranks that have started it are in step."""
+
+    def __init__(self, runner: AheadRunner, part: LeadingPart) -> None:
+        super().__init__(runner, part)
+        self._ahead_runner = runner
+
+    def start(self, plan: Plan, before: Started | None = None) -> Started:
+        """See AheadRunner."""
+        with self._together():
+            return self._ahead_runner.start(plan, before)
+
+
+def leading(runner: Runner, part: LeadingPart) -> LeadingRunner:
+    """A runner over a LeadingPart as one that knows of the ranks."""
+    if isinstance(runner, AheadRunner):
+        return LeadingAheadRunner(runner, part)
+    return LeadingRunner(runner, part)
