@@ -7,7 +7,7 @@ there is no process-wide group: a process can hold as many as it likes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import PrefixStore, Store, Work
+from torch.distributed.distributed_c10d import GatherOptions, PrefixStore, Store, Work
 
 from quantd.engine.errors import RankError
+from quantd.engine.faults import is_out_of_memory
 from quantd.engine.shard import Part
 from quantd.engine.split import World
 from quantd.kernels.errors import QuantdError
@@ -33,6 +34,15 @@ TIME_LIMIT = timedelta(seconds=120)
 _LARGE_BYTES = 256 << 10
 _TEST_SIZES = (1, 1000, 1 << 17)
 _TEST_ROUNDS = 3
+_TEST_ROWS = (1, 256)
+_NO_TRUST = "the path between these devices cannot be trusted; set NCCL_P2P_DISABLE=1"
+
+_NCCL = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    # What ends processes that hang is not torch's to do here, and would look once a second whether to.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 class Group(Protocol):
@@ -111,18 +121,16 @@ class TorchGroup:
         padded = torch.nn.functional.pad(x, (0, max(widths) - x.shape[1])).reshape(-1)
         with _exchange():
             parts = self._gather_flat(padded).view(self.size, rows, max(widths))
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+        return _columns(parts, widths)
 
     def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """See Group."""
+        padded = torch.nn.functional.pad(x, (0, max(widths) - x.shape[1])).contiguous()
+        parts = [] if self.rank else [torch.empty_like(padded) for _ in widths]
         with _exchange():
-            if self.rank:
-                self._ranks.send([x.contiguous()], 0, 0).wait()
-                return x
-            others = [x.new_empty(len(x), width) for width in widths[1:]]
-            works = [self._ranks.recv([part], rank, 0) for rank, part in enumerate(others, 1)]
-            _wait(works)
-        return torch.cat([x, *others], 1)
+            # Not by sends, each pair of which NCCL would give a communicator, and memory, of its own.
+            self._ranks.gather([parts] if parts else [], [padded], GatherOptions()).wait()
+        return _columns(parts, widths) if parts else x
 
     def broadcast(self, x: Tensor) -> Tensor:
         """See Group."""
@@ -143,6 +151,11 @@ class TorchGroup:
         self._ranks.alltoall_base(own, padded, [], []).wait()
         total = _ordered_sum(own.view(self.size, -1))
         return self._gather_flat(total).reshape(-1)[: len(flat)]
+
+
+def _columns(parts: Iterable[Tensor], widths: Sequence[int]) -> Tensor:
+    """The first columns of each part, side by side."""
+    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
 
 def _ordered_sum(parts: Tensor) -> Tensor:
@@ -202,10 +215,11 @@ def connect(
     device: torch.device,
     time_limit: timedelta = TIME_LIMIT,
 ) -> Place:
-    """Meet the other ranks, all of which must call this, and test the sums.
+    """Meet the other ranks, all of which must call this, and test what they exchange.
 
-    store: the same for all ranks. width: of what passes from stage to stage. Raises RankError, or
-    QuantdError where sums are wrong.
+    Whatever will be used has been used then, and has the memory that it takes (NCCL takes some for each
+    pair or group that exchanges, when it first does). store: the same for all ranks. width: of what passes
+    from stage to stage. Raises RankError, or QuantdError where something arrives wrong.
     """
     stage, place, num_stages = world.stage(rank), world.place(rank), len(world.stages)
     group: Group = ALONE
@@ -221,7 +235,11 @@ def connect(
             links[i] = Link(meet.group(f"link {i} {place}", end, 2), width, device)
     if isinstance(group, TorchGroup):
         check_sums(group, group.rank, device)
+        if stage == 0:
+            check_gather(group, group.rank, device)
     before, behind = links.get((stage - 1) % num_stages), links.get(stage)
+    if before is not None and behind is not None:
+        check_links(before, behind, stage == 0, width, device)
     return Place(Part.of(world, rank), num_stages, group, before, behind)
 
 
@@ -236,9 +254,40 @@ def check_sums(group: Group, rank: int, device: torch.device) -> None:
             parts = torch.randn(group.size, size, generator=generator).to(device)
             if not torch.equal(group.all_reduce(parts[rank]), _ordered_sum(parts)):
                 raise QuantdError(
-                    f"a sum of {size} numbers over {group.size} ranks came out wrong: the path between these "
-                    "devices cannot be trusted; set NCCL_P2P_DISABLE=1, or run without tp"
+                    f"a sum of {size} numbers over {group.size} ranks came out wrong: {_NO_TRUST}, or run "
+                    "without tp"
                 )
+
+
+def check_gather(group: Group, rank: int, device: torch.device) -> None:
+    """Gather random data on rank 0, and compare every bit there. Raises QuantdError."""
+    shape, generator = (_TEST_ROWS[-1], 1000), torch.Generator().manual_seed(0)
+    parts = [torch.randn(shape, generator=generator).to(device) for _ in range(group.size)]
+    gathered = group.gather(parts[rank], [shape[1]] * group.size)
+    if rank == 0 and not torch.equal(gathered, torch.cat(parts, 1)):
+        raise QuantdError(
+            f"rank 0 got other numbers than the others had sent: {_NO_TRUST}, or run without tp"
+        )
+
+
+def check_links(before: Link, behind: Link, is_first: bool, width: int, device: torch.device) -> None:
+    """Pass random rows on from stage to stage, and compare every bit. Raises QuantdError.
+
+    Stages go in the order of a step: the first use of a link is a meeting, at which each waits for the other.
+    """
+    wrong = []
+    for num_rows in _TEST_ROWS:
+        sent = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(num_rows)).to(device)
+        if is_first:
+            behind.send(sent)
+        arrived = before.receive(num_rows)
+        if not is_first:
+            behind.send(sent)
+        behind.flush()
+        if not torch.equal(arrived, sent):
+            wrong.append(num_rows)
+    if wrong:
+        raise QuantdError(f"{wrong[0]} rows of a stage reached the next one wrong: {_NO_TRUST}")
 
 
 class _Meeting:
@@ -272,7 +321,8 @@ class _Meeting:
     def _nccl(self, store: Store, rank: int, size: int) -> Backend:
         from torch.distributed import ProcessGroupNCCL  # builds of torch for CPUs lack it
 
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        for name, value in _NCCL.items():
+            os.environ.setdefault(name, value)
         options = ProcessGroupNCCL.Options()
         options._timeout = self._time_limit
         return ProcessGroupNCCL(store, rank, size, options)
@@ -288,5 +338,7 @@ def _exchange() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         reason = str(error).partition("\n")[0]
         raise RankError(f"the ranks of this model lost each other: {reason}") from error

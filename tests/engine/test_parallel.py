@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, cast
 
 import psutil
 import pytest
 import torch
 from rank_threads import RankThreads, rank_threads
 from torch import Tensor
-from torch.distributed import HashStore
+from torch.distributed import HashStore, ProcessGroup
 
 from quantd.engine.errors import RankError
-from quantd.engine.parallel import ALONE, Place, check_sums, connect
+from quantd.engine.parallel import (
+    ALONE,
+    Link,
+    Place,
+    TorchGroup,
+    check_gather,
+    check_links,
+    check_sums,
+    connect,
+)
 from quantd.engine.split import World
 from quantd.kernels.errors import QuantdError
 
@@ -117,6 +131,92 @@ def test_wrong_sums_are_found_at_the_start(ranks: RankThreads) -> None:
         return str(caught.value)
 
     assert len(set(ranks.run(check))) == 1
+
+
+def test_a_wrong_gather_is_found_at_the_start(ranks: RankThreads) -> None:
+    class WrongGathers(WrongSums):
+        def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+            return self._group.gather(x, widths).flip(1)
+
+    def check(rank: int, place: Place) -> None:
+        with pytest.raises(QuantdError, match="rank 0 got other numbers") if rank == 0 else nullcontext():
+            check_gather(WrongGathers(place), rank, CPU)  # type: ignore[arg-type]
+
+    ranks.run(check)
+
+
+class MeetingLink:
+    """A link whose ends wait for each other, as when one of NCCL is first used. May break what it brings."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        self._rows: SimpleQueue[Tensor] = SimpleQueue()
+        self._taken: SimpleQueue[None] = SimpleQueue()
+        self._breaks = breaks
+
+    def send(self, x: Tensor) -> None:
+        self._rows.put(x + 1e-3 if self._breaks else x)
+        self._taken.get(timeout=10)
+
+    def receive(self, num_rows: int) -> Tensor:
+        rows = self._rows.get(timeout=10)
+        self._taken.put(None)
+        assert len(rows) == num_rows
+        return rows
+
+    def flush(self) -> None:
+        """All has been taken."""
+
+
+@pytest.mark.parametrize("broken", [None, 0, 2])
+def test_links_are_tested_in_an_order_in_which_nobody_waits_for_one_who_waits(broken: int | None) -> None:
+    links = [cast(Link, MeetingLink(breaks=stage == broken)) for stage in range(3)]
+    with ThreadPoolExecutor(len(links)) as pool:
+        tests = [pool.submit(check_links, links[i - 1], links[i], i == 0, 8, CPU) for i in range(len(links))]
+        faults = [future.exception() for future in tests]
+    assert [fault is not None for fault in faults] == [
+        broken is not None and i == (broken + 1) % 3 for i in range(3)
+    ]
+    assert all(isinstance(fault, QuantdError | None) for fault in faults)
+
+
+def test_all_that_will_be_used_is_used_before_the_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it takes is no longer free then. Only the first stage gathers, and has a communicator for it."""
+    used: Counter[tuple[str, int]] = Counter()
+
+    def watch(kind: type[Link] | type[TorchGroup], name: str) -> None:
+        real = getattr(kind, name)
+
+        def call(self: Link | TorchGroup, *args: Any) -> Any:
+            used[name, id(self)] += 1
+            return real(self, *args)
+
+        monkeypatch.setattr(kind, name, call)
+
+    for name in ("send", "receive"):
+        watch(Link, name)
+    for name in ("all_reduce", "gather"):
+        watch(TorchGroup, name)
+    with rank_threads(World(2, ((0, 1), (1, 2)))) as threads:
+        places = threads.places
+        expected = {("send", id(place.behind)) for place in places}
+        expected |= {("receive", id(place.before)) for place in places}
+        expected |= {("all_reduce", id(place.group)) for place in places}
+        assert set(used) == expected | {("gather", id(place.group)) for place in places[:2]}
+
+
+def test_want_of_memory_in_an_exchange_is_no_loss_of_a_rank() -> None:
+    class NoRoom:
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 2
+
+        def _allgather_base(self, *args: Tensor) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        TorchGroup(cast(ProcessGroup, NoRoom()), CPU).all_reduce(torch.ones(1, 3))
 
 
 @pytest.mark.parametrize("world", [World(2, ((0, 1),)), World(1, ((0, 1), (1, 2)))], ids=["group", "link"])
