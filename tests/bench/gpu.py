@@ -1,10 +1,11 @@
 """The GPU path: every kernel checked and timed, then the engine on random models of 8B and 70B-layer shape.
 
-python tests/bench/gpu.py [--only SECTION ...] [--json] [--dry-run]
+python tests/bench/gpu.py [--only SECTION ...] [--dtype TYPE] [--json] [--dry-run]
 
-One table, with the goals; all of it takes up to eight minutes. Each section runs in a process of its own, for
-so long at most, and what it has measured by then counts. Without an NVIDIA GPU nothing is measured. --dry-run
-goes through everything in Triton's interpreter, on the CPU and at tiny sizes; its figures say nothing.
+One table, with the goals; all of it takes up to nine minutes. Each section runs in a process of its own, for
+so long at most, and what it has measured by then counts. Kernels are checked in fp16 and in bf16, everything
+else is measured in one of them. Without an NVIDIA GPU nothing is measured. --dry-run goes through everything
+in Triton's interpreter, on the CPU and at tiny sizes; its figures say nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Section:
 
 
 SECTIONS = {
-    "check": Section("checks", "checks", 80),
+    "check": Section("checks", "checks", 140),
     "matmul": Section("products", "products", 90),
     "attention": Section("attentions", "attentions", 70),
     "rows": Section("others", "others", 50),
@@ -55,14 +56,14 @@ class Missing:
 Outcome = Row | Missing
 
 
-def measure(section: Section, dry: bool) -> Iterator[Outcome]:
+def measure(section: Section, dtype: str, dry: bool) -> Iterator[Outcome]:
     """Take a section's measures, as many as its time allows; one that fails does not end it."""
     import torch
     from gpu_sides.setup import Setup, Skipped
 
     end = time.monotonic() + section.seconds
     with torch.inference_mode():
-        for one in _measures(section)(Setup.here(dry)):
+        for one in _measures(section)(Setup.here(dtype, dry)):
             if time.monotonic() > end and not dry:
                 yield Missing(one.name, f"the section's {section.seconds:.0f} s are over", failed=False)
                 continue
@@ -84,12 +85,12 @@ def _measures(section: Section) -> Callable[..., Iterator[object]]:
     return function
 
 
-def measure_apart(name: str) -> Iterator[Outcome]:
+def measure_apart(name: str, dtype: str) -> Iterator[Outcome]:
     """A section in a process of its own: a fault of the GPU, or a hang, ends no other section."""
     section = SECTIONS[name]
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_send_outcomes, args=(section, theirs), daemon=True)
+    process = context.Process(target=_send_outcomes, args=(section, dtype, theirs), daemon=True)
     process.start()
     theirs.close()
     end = time.monotonic() + 1.5 * section.seconds + 30  # a last measure, and starting, may take longer
@@ -106,8 +107,8 @@ def measure_apart(name: str) -> Iterator[Outcome]:
         process.join()
 
 
-def _send_outcomes(section: Section, connection: Connection) -> None:
-    for outcome in measure(section, dry=False):
+def _send_outcomes(section: Section, dtype: str, connection: Connection) -> None:
+    for outcome in measure(section, dtype, dry=False):
         connection.send(outcome)
 
 
@@ -116,15 +117,16 @@ def _parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="some sections")
+    parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16", help="of what is timed")
     parser.add_argument("--json", action="store_true", help="print JSON in place of the table")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes in the interpreter")
     return parser.parse_args()
 
 
-def _outcomes(names: Sequence[str], dry: bool) -> Iterator[Outcome]:
+def _outcomes(names: Sequence[str], dtype: str, dry: bool) -> Iterator[Outcome]:
     for name in names:
         print(f"measuring: {name} ...", file=sys.stderr, flush=True)
-        for outcome in measure(SECTIONS[name], dry=True) if dry else measure_apart(name):
+        for outcome in measure(SECTIONS[name], dtype, dry) if dry else measure_apart(name, dtype):
             print(f"  {_line(outcome)}", file=sys.stderr, flush=True)
             yield outcome
 
@@ -135,7 +137,7 @@ def _line(outcome: Outcome) -> str:
     return f"{outcome.measure}: {outcome.figure:.4g} {outcome.unit}"
 
 
-def _title(dry: bool) -> str:
+def _title(dtype: str, dry: bool) -> str:
     import torch
 
     if dry:
@@ -145,7 +147,7 @@ def _title(dry: bool) -> str:
     report = collect()
     return (
         f"{torch.cuda.get_device_name(0)}, {date.today()}, driver {report.driver}, torch {report.torch}, "
-        f"triton {report.triton}"
+        f"triton {report.triton}, {dtype}"
     )
 
 
@@ -164,15 +166,18 @@ def main() -> int:
     options = _parse()
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
+        from gpu_sides.interpreter import as_on_a_gpu
+
+        as_on_a_gpu()
     import torch
 
     if not options.dry_run and not torch.cuda.is_available():
         print("no NVIDIA GPU here (or none that torch can use): nothing measured")
         return 0
-    outcomes = list(_outcomes(options.only, options.dry_run))
+    outcomes = list(_outcomes(options.only, options.dtype, options.dry_run))
     rows = [outcome for outcome in outcomes if isinstance(outcome, Row)]
     missing = [outcome for outcome in outcomes if isinstance(outcome, Missing)]
-    _print(_title(options.dry_run), rows, missing, options.json)
+    _print(_title(options.dtype, options.dry_run), rows, missing, options.json)
     wrong = [row for row in rows if row.better == "less" and row.met is False]
     return 1 if wrong or any(one.failed for one in missing) else 0
 

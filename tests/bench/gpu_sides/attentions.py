@@ -1,4 +1,4 @@
-"""Attention: decode against what reading the cache takes, prefill against torch's SDPA in float16."""
+"""Attention: decode against what reading the cache takes, prefill against torch's SDPA in its type."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def attentions(setup: Setup) -> Iterator[Measure]:
     cases = [(batch, context) for context in sizes.contexts for batch in sizes.batches]
     for batch, context in cases:
         yield _decode(setup, "INT8 KV", "int8", heads, batch, context)
-    yield _decode(setup, "fp16 KV", "fp16", heads, most, sizes.contexts[0])
+    yield _decode(setup, f"{setup.type_name} KV", setup.type_name, heads, most, sizes.contexts[0])
     yield _decode(setup, "INT8 KV", "int8", sizes.large.heads, most, sizes.contexts[0])
     yield _decode(setup, "INT8 KV", "int8", heads, most, sizes.contexts[0], _LONG_QUERY)
     for context in (sizes.prefill, *sizes.contexts[1:]):
@@ -67,14 +67,14 @@ def _peer_bytes(heads: HeadShape, batch: int, context: int) -> int:
 
 
 def _sdpa_note(setup: Setup, heads: HeadShape, batch: int, context: int) -> str:
-    """torch's decode over a cache in one piece, in float16: twice the bytes."""
+    """torch's decode over a cache in one piece, in 16 bits: twice the bytes."""
     if not _peer_bytes(heads, batch, context):
         return ""
     q = _random(setup, batch, heads.num_heads, 1, heads.head_dim)
     k, v = (_random(setup, batch, heads.num_kv_heads, context, heads.head_dim) for _ in range(2))
     call = partial(scaled_dot_product_attention, q, k, v, enable_gqa=True)
     seconds = peer_seconds(setup.timer, [call])
-    return "" if seconds is None else f"torch SDPA, float16 {seconds * 1e6:.1f} µs"
+    return "" if seconds is None else f"torch SDPA, {setup.type_name} {seconds * 1e6:.1f} µs"
 
 
 def _prefill(setup: Setup, heads: HeadShape, context: int) -> Measure:
@@ -91,7 +91,15 @@ def _prefill_row(setup: Setup, name: str, heads: HeadShape, context: int) -> Row
     theirs = _sdpa_prefill(setup, heads, context)
     work = 2 * context * context * heads.num_heads * heads.head_dim / 1e12
     note = f"{ours * 1e3:.2f} ms"
-    return Row(name, "TFLOP/s", work / ours, None, theirs and work / theirs, "torch SDPA, float16", note=note)
+    return Row(
+        name,
+        "TFLOP/s",
+        work / ours,
+        None,
+        theirs and work / theirs,
+        f"torch SDPA, {setup.type_name}",
+        note=note,
+    )
 
 
 def _sdpa_prefill(setup: Setup, heads: HeadShape, context: int) -> float | None:
@@ -102,7 +110,7 @@ def _sdpa_prefill(setup: Setup, heads: HeadShape, context: int) -> float | None:
 
 
 def _random(setup: Setup, *shape: int) -> Tensor:
-    return torch.randn(shape, device=setup.device, dtype=torch.float16)
+    return torch.randn(shape, device=setup.device, dtype=setup.dtype)
 
 
 def _heads(heads: HeadShape) -> str:

@@ -12,7 +12,7 @@ from sides.report import Row
 from torch import Tensor
 
 from gpu_sides.pools import BLOCK_SIZE, new_pool, step
-from gpu_sides.setup import Measure, Setup
+from gpu_sides.setup import DTYPES, Measure, Setup
 from quantd.kernels.gpu.activation import glu
 from quantd.kernels.gpu.attention import attention
 from quantd.kernels.gpu.dequantize import embedding
@@ -31,21 +31,27 @@ from quantd.quant.kv import KVPool
 
 REFERENCE = ReferenceOps()
 CPU = torch.device("cpu")
-_HALF_STEP = 2e-3  # what a float16 result of some hundred terms may be off by, of the largest
+# What a result of some hundred terms may be off by, of the largest.
+_HALF_STEPS = {torch.float16: 2e-3, torch.bfloat16: 8e-3}
+_CODE = 8e-3  # between two codes of INT8, of the largest
 _N, _K = 80, 256
 
 
 def checks(setup: Setup) -> Iterator[Measure]:
     """One a kernel: the largest error against the largest value, or how many results are wrong."""
-    for name, error, tolerance in (*_linears(setup), *_attentions(setup), *_others(setup)):
-        yield Measure(name, partial(_row, f"check: {name}", error, tolerance))
+    for type_name, dtype in DTYPES.items():
+        one = replace(setup, dtype=dtype)
+        for name, error, tolerance in (*_linears(one), *_attentions(one), *_rows(one)):
+            yield _measure(f"{name}, {type_name}", error, tolerance)
+    for name, error, tolerance in _others(setup):
+        yield _measure(name, error, tolerance)
 
 
 Check = tuple[str, Callable[[], float], "float | None"]
 
 
-def _row(name: str, error: Callable[[], float], tolerance: float | None) -> Row:
-    return Row(name, "", error(), tolerance, better="less")
+def _measure(name: str, error: Callable[[], float], tolerance: float | None) -> Measure:
+    return Measure(name, lambda: Row(f"check: {name}", "", error(), tolerance, better="less"))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
@@ -71,28 +77,23 @@ def _linears(setup: Setup) -> Iterator[Check]:
     weights: dict[str, Weight] = {f"W{bits}A16": _quantized(bits, 128) for bits in setup.sizes.check_bits}
     weights["W4A16 with act-order and zero points"] = _quantized(4, 32, perm=True)
     weights["W8A8"] = _quantized(8, _K, input_bits=8)
-    weights["plain"] = DenseWeight((torch.randn(_N, _K) * 0.1).half())
+    weights["plain"] = DenseWeight((torch.randn(_N, _K) * 0.1).to(setup.dtype))
+    half_step = _HALF_STEPS[setup.dtype]
     for name, weight in weights.items():
         for same_bits in (False, True):
             label = f"linear {name}{', same bits' if same_bits else ''}"
-            yield label, partial(_linear_error, setup, weight, setup.tuning, same_bits), _HALF_STEP
+            yield label, partial(_linear_error, setup, weight, setup.tuning, same_bits), half_step
         yield f"bits of a row of linear {name} alone", partial(_other_bits, setup, weight), setup.bits_goal()
-    turing = Tuning(Gpu("as on sm_75", 75, setup.tuning.gpu.num_sms))
-    yield (
-        "linear W4A16 as on sm_75",
-        partial(_linear_error, setup, _quantized(4, 128), turing, False),
-        _HALF_STEP,
-    )
-    yield "logits", partial(_logits_error, setup, _quantized(4, 128)), _HALF_STEP
-    yield "embedding", partial(_embedding_error, setup, _quantized(4, 128)), _HALF_STEP
+    yield "logits", partial(_logits_error, setup, _quantized(4, 128)), half_step
+    yield "embedding", partial(_embedding_error, setup, _quantized(4, 128)), half_step
 
 
 def _linear_error(setup: Setup, weight: Weight, tuning: Tuning, same_bits: bool) -> float:
     bias = torch.randn(_N)
-    packed = pack(weight, bias, setup.device, torch.float16)
+    packed = pack(weight, bias, setup.device, setup.dtype)
     errors = []
     for rows in setup.sizes.check_rows:
-        x = torch.randn(rows, _K).half()
+        x = torch.randn(rows, _K).to(setup.dtype)
         ours = linear(x.to(setup.device), packed, tuning, same_bits)
         errors.append(relative_error(ours, REFERENCE.linear(x.float(), REFERENCE.pack(weight, bias))))
     return max(errors)
@@ -100,9 +101,9 @@ def _linear_error(setup: Setup, weight: Weight, tuning: Tuning, same_bits: bool)
 
 def _other_bits(setup: Setup, weight: Weight) -> int:
     """Rows that do not have the bits alone that they have among others."""
-    packed = pack(weight, None, setup.device, torch.float16)
+    packed = pack(weight, None, setup.device, setup.dtype)
     num_rows = max(setup.sizes.check_rows)
-    x = torch.randn(num_rows, _K).half().to(setup.device)
+    x = torch.randn(num_rows, _K).to(setup.device, setup.dtype)
     together = linear(x, packed, setup.tuning, same_bits=True)
     return sum(
         not torch.equal(linear(x[i : i + 1], packed, setup.tuning, same_bits=True)[0], together[i])
@@ -111,14 +112,14 @@ def _other_bits(setup: Setup, weight: Weight) -> int:
 
 
 def _logits_error(setup: Setup, weight: Weight) -> float:
-    x = torch.randn(17, _K).half()
-    ours = logits(x.to(setup.device), pack(weight, None, setup.device, torch.float16), setup.tuning, 0.5, 8.0)
+    x = torch.randn(17, _K).to(setup.dtype)
+    ours = logits(x.to(setup.device), pack(weight, None, setup.device, setup.dtype), setup.tuning, 0.5, 8.0)
     return relative_error(ours, REFERENCE.logits(x.float(), REFERENCE.pack(weight), 0.5, 8.0))
 
 
 def _embedding_error(setup: Setup, weight: Weight) -> float:
     ids = torch.tensor([3, 0, _N - 1, 3], dtype=torch.int32)
-    ours = embedding(ids.to(setup.device), pack(weight, None, setup.device, torch.float16), 2.0)
+    ours = embedding(ids.to(setup.device), pack(weight, None, setup.device, setup.dtype), 2.0)
     return relative_error(ours, REFERENCE.embedding(ids, REFERENCE.pack(weight), 2.0))
 
 
@@ -127,23 +128,22 @@ def _attentions(setup: Setup) -> Iterator[Check]:
         ("INT8 KV", "int8", HeadShape(8, 2, 128), 0, 0.0),
         ("INT8 KV, heads of 64", "int8", HeadShape(9, 3, 64), 0, 0.0),
         ("INT8 KV, window and soft cap, heads of 256", "int8", HeadShape(4, 2, 256), 33, 20.0),
-        ("fp16 KV", "fp16", HeadShape(8, 2, 128), 0, 0.0),
-        ("fp16 KV, heads of 80", "fp16", HeadShape(4, 4, 80), 0, 0.0),
+        (f"{setup.type_name} KV", setup.type_name, HeadShape(8, 2, 128), 0, 0.0),
+        (f"{setup.type_name} KV, heads of 64", setup.type_name, HeadShape(9, 3, 64), 0, 0.0),
+        (f"{setup.type_name} KV, heads of 80", setup.type_name, HeadShape(4, 4, 80), 0, 0.0),
     ):
-        yield (
-            f"attention, {name}",
-            partial(_attention_error, setup, format, heads, window, softcap),
-            _HALF_STEP,
-        )
+        error = partial(_attention_error, setup, format, heads, window, softcap)
+        yield f"attention, {name}", error, _HALF_STEPS[setup.dtype]
     yield "bits of a request's attention alone", partial(_other_attention_bits, setup), setup.bits_goal()
-    for format in ("int8", "fp16"):
-        yield f"rope and {format} KV write, queries", partial(_rope_error, setup, format), _HALF_STEP
-        yield f"rope and {format} KV write, cache", partial(_written_error, setup, format), 1e-2
+    for format in ("int8", setup.type_name):
+        error = partial(_rope_error, setup, format)
+        yield f"rope and {format} KV write, queries", error, _HALF_STEPS[setup.dtype]
+        yield f"rope and {format} KV write, cache", partial(_written_error, setup, format), 1.25 * _CODE
 
 
 def _attention_error(setup: Setup, format: str, heads: HeadShape, window: int, softcap: float) -> float:
     theirs, inputs = _cpu_pool(setup, format, heads), step(setup.sizes.check_spans, CPU)
-    q = torch.randn(len(inputs.positions), heads.num_heads * heads.head_dim).half()
+    q = torch.randn(len(inputs.positions), heads.num_heads * heads.head_dim).to(setup.dtype)
     scale = heads.head_dim**-0.5
     expected = REFERENCE.attention(q.float(), heads, inputs, theirs.layers()[0], scale, window, softcap)
     layer = _moved(setup, theirs)
@@ -158,7 +158,7 @@ def _other_attention_bits(setup: Setup) -> int:
         _moved(setup, _cpu_pool(setup, "int8", heads)),
         _on(setup, step(setup.sizes.check_spans, CPU)),
     )
-    q = torch.randn(len(inputs.positions), heads.num_heads * heads.head_dim).half().to(setup.device)
+    q = torch.randn(len(inputs.positions), heads.num_heads * heads.head_dim).to(setup.device, setup.dtype)
     together = attention(q, heads, inputs, layer, 0.1)
     wrong, starts = 0, inputs.query_start.tolist()
     for r, (first, last) in enumerate(pairwise(starts)):
@@ -179,7 +179,7 @@ def _rope(setup: Setup, format: str) -> tuple[Tensor, Tensor, KVPool, KVPool, At
     angles = torch.outer(torch.arange(300.0), torch.rand(64))
     rope = RopeTable(angles.cos(), angles.sin())
     norm = QKNorm(torch.rand(128), torch.rand(128), 1e-6)
-    qkv = torch.randn(len(inputs.positions), 12 * 128).half()
+    qkv = torch.randn(len(inputs.positions), 12 * 128).to(setup.dtype)
     theirs = _cpu_pool(setup, format, heads)
     ours = replace(theirs, data=theirs.data.to(setup.device, copy=True))
     expected = REFERENCE.rope_kv_write(qkv.float(), heads, inputs, theirs.layers()[0], rope, norm)
@@ -225,42 +225,50 @@ def _on(setup: Setup, inputs: AttentionInputs) -> AttentionInputs:
     return AttentionInputs(*(tensor.to(setup.device) for tensor in vars(inputs).values()))
 
 
+def _rows(setup: Setup) -> Iterator[Check]:
+    half_step = _HALF_STEPS[setup.dtype]
+    yield "rms_norm", partial(_norm_error, setup), half_step
+    yield "add_rms_norm", partial(_add_norm_error, setup), half_step
+    yield "add_rms_norm, rounded to INT8", partial(_rounded_error, setup), half_step + _CODE
+    yield "silu and multiply", partial(_glu_error, setup), half_step
+
+
 def _others(setup: Setup) -> Iterator[Check]:
-    yield "rms_norm", partial(_norm_error, setup), _HALF_STEP
-    yield "add_rms_norm", partial(_add_norm_error, setup), _HALF_STEP
-    yield "add_rms_norm, rounded to INT8", partial(_rounded_error, setup), 1e-2
-    yield "silu and multiply", partial(_glu_error, setup), _HALF_STEP
+    """What has one type, or none."""
+    turing = Tuning(Gpu("as on sm_75", 75, setup.tuning.gpu.num_sms))
+    error = partial(_linear_error, replace(setup, dtype=torch.float16), _quantized(4, 128), turing, False)
+    yield "linear W4A16 as on sm_75", error, _HALF_STEPS[torch.float16]
     yield "blocks copied, gathered, scattered", partial(_wrong_blocks, setup), 0
     yield "sampling: rows with a wrong token", partial(_wrong_samples, setup), 0
 
 
 def _norm_error(setup: Setup) -> float:
     x, weight = torch.randn(7, 576), torch.rand(576)
-    ours = rms_norm(x.to(setup.device), weight.to(setup.device), 1e-5, torch.float16)
+    ours = rms_norm(x.to(setup.device), weight.to(setup.device), 1e-5, setup.dtype)
     return relative_error(ours, REFERENCE.rms_norm(x, weight, 1e-5))
 
 
 def _sum_and_norm(setup: Setup) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor]]:
     """Arguments of a norm behind a sum on the device, and what the reference makes of them."""
-    x, residual, weight = torch.randn(7, 576).half(), torch.randn(7, 576), torch.rand(576)
+    x, residual, weight = torch.randn(7, 576).to(setup.dtype), torch.randn(7, 576), torch.rand(576)
     expected = REFERENCE.add_rms_norm(x.float(), residual, weight, 1e-5, 0.7)
     return tuple(tensor.to(setup.device) for tensor in (x, residual, weight)), expected
 
 
 def _add_norm_error(setup: Setup) -> float:
     (x, residual, weight), expected = _sum_and_norm(setup)
-    ours = add_rms_norm(x, residual, weight, 1e-5, 0.7, torch.float16)
+    ours = add_rms_norm(x, residual, weight, 1e-5, 0.7, setup.dtype)
     return max(relative_error(one, other) for one, other in zip(ours, expected, strict=True))
 
 
 def _rounded_error(setup: Setup) -> float:
     (x, residual, weight), (expected, _) = _sum_and_norm(setup)
-    *_, rounded = add_rms_norm_rounded(x, residual, weight, 1e-5, 0.7, torch.float16)
+    *_, rounded = add_rms_norm_rounded(x, residual, weight, 1e-5, 0.7, setup.dtype)
     return relative_error(rounded.codes * rounded.scale[:, None], expected)
 
 
 def _glu_error(setup: Setup) -> float:
-    x = torch.randn(5, 2 * 1100).half()
+    x = torch.randn(5, 2 * 1100).to(setup.dtype)
     return relative_error(glu(x.to(setup.device), "silu"), REFERENCE.glu(x.float(), "silu"))
 
 

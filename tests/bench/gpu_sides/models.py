@@ -34,7 +34,7 @@ def random_decoder(setup: Setup, shape: ModelShape, max_model_len: int) -> Decod
     Raises Skipped where there is no room.
     """
     setup.need(shape.num_bytes)
-    ops = GpuOps(setup.device, torch.float16, same_bits=True)
+    ops = GpuOps(setup.device, setup.dtype, same_bits=True)
     embedding = ops.pack(DenseWeight(_normal(setup, shape.vocab_size, shape.hidden)))
     spec = _spec(shape, max_model_len)
     table = rope_table(spec.ropes[0], max_model_len)
@@ -50,7 +50,7 @@ def random_decoder(setup: Setup, shape: ModelShape, max_model_len: int) -> Decod
 
 def with_bits(decoder: Decoder, same_bits: bool) -> Decoder:
     """The same weights under the other promise."""
-    return Decoder(decoder.spec, decoder.weights, GpuOps(decoder.ops.device, torch.float16, same_bits))
+    return Decoder(decoder.spec, decoder.weights, GpuOps(decoder.ops.device, decoder.ops.dtype, same_bits))
 
 
 def first_layers(decoder: Decoder, number: int) -> Decoder:
@@ -126,4 +126,4 @@ def _matrix(setup: Setup, ops: GpuOps, shape: ModelShape, n: int, k: int) -> Gpu
 
 
 def _normal(setup: Setup, *size: int) -> torch.Tensor:
-    return 0.02 * torch.randn(size, device=setup.device, dtype=torch.float16)
+    return 0.02 * torch.randn(size, device=setup.device, dtype=setup.dtype)

@@ -31,7 +31,7 @@ def others(setup: Setup) -> Iterator[Measure]:
     for width in setup.sizes.widths:
         yield _named(f"rms_norm, {tokens} x {width}", partial(_norm, setup, width))
         yield _named(f"add_rms_norm, {tokens} x {width}", partial(_add_norm, setup, width))
-    for format in ("int8", "fp16"):
+    for format in ("int8", setup.type_name):
         yield _named(f"rope and KV write, {format}, {tokens} tokens", partial(_kv_write, setup, format))
     width = max(setup.sizes.widths)
     yield _named(f"add_rms_norm rounded to INT8, {tokens} x {width}", partial(_rounded_norm, setup, width))
@@ -51,7 +51,7 @@ def _named(name: str, run: partial[Row]) -> Measure:
 
 
 def _half(setup: Setup, *shape: int) -> Tensor:
-    return torch.randn(shape, device=setup.device, dtype=torch.float16)
+    return torch.randn(shape, device=setup.device, dtype=setup.dtype)
 
 
 def _float(setup: Setup, *shape: int) -> Tensor:
@@ -62,7 +62,7 @@ def _norm(setup: Setup, width: int, name: str) -> Row:
     shape = setup.sizes.tokens, width
     weight, num_bytes = _float(setup, width), shape[0] * width * (4 + 2)
     calls = setup.calls(
-        num_bytes, lambda: partial(rms_norm, _float(setup, *shape), weight, 1e-5, torch.float16)
+        num_bytes, lambda: partial(rms_norm, _float(setup, *shape), weight, 1e-5, setup.dtype)
     )
     return setup.of_bandwidth(name, num_bytes, calls, GOAL)
 
@@ -73,7 +73,7 @@ def _add_norm(setup: Setup, width: int, name: str) -> Row:
 
     def call() -> Call:
         x, residual = _half(setup, *shape), _float(setup, *shape)
-        return partial(add_rms_norm, x, residual, weight, 1e-5, 1.0, torch.float16)
+        return partial(add_rms_norm, x, residual, weight, 1e-5, 1.0, setup.dtype)
 
     return setup.of_bandwidth(name, num_bytes, setup.calls(num_bytes, call), GOAL)
 
@@ -84,7 +84,7 @@ def _rounded_norm(setup: Setup, width: int, name: str) -> Row:
 
     def call() -> Call:
         x, residual = _half(setup, *shape), _float(setup, *shape)
-        return partial(add_rms_norm_rounded, x, residual, weight, 1e-5, 1.0, torch.float16)
+        return partial(add_rms_norm_rounded, x, residual, weight, 1e-5, 1.0, setup.dtype)
 
     return setup.of_bandwidth(name, num_bytes, setup.calls(num_bytes, call))
 
@@ -116,7 +116,7 @@ def _glu(setup: Setup, name: str) -> Row:
 def _dequantize(setup: Setup, name: str) -> Row:
     size = setup.sizes.square
     weight = random_weight(setup, size, size, 4)
-    call = partial(dequantize, weight, 0, size, torch.float16)
+    call = partial(dequantize, weight, 0, size, setup.dtype)
     return setup.of_bandwidth(name, weight.nbytes + 2 * size * size, [call])
 
 

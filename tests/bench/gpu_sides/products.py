@@ -1,4 +1,4 @@
-"""Matrix products: few rows against what reading the weights takes, many rows against cuBLAS in float16."""
+"""Matrix products: few rows against what reading the weights takes, many rows against cuBLAS in 16 bits."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def random_weight(setup: Setup, n: int, k: int, bits: int, input_bits: int | Non
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, device=setup.device)
     scale = torch.full((n, k // group), 0.09 / 2**bits, device=setup.device)
     weight = QuantizedWeight(codes, scale, -(2 ** (bits - 1)) * scale, bits, group, None, input_bits)
-    return pack(weight, None, setup.device, torch.float16)
+    return pack(weight, None, setup.device, setup.dtype)
 
 
 def _few_rows(setup: Setup, name: str, weight: partial[GpuWeight], rows: int, goal: float | None) -> Row:
     first = weight()
     (n, k), num_copies = first.shape, setup.timer.copies(first.nbytes)
     packed = [first, *(weight() for _ in range(num_copies - 1))]
-    x = torch.randn(rows, k, device=setup.device).half()
+    x = torch.randn(rows, k, device=setup.device, dtype=setup.dtype)
     calls: list[Call] = [partial(linear, x, one, setup.tuning) for one in packed]
     num_bytes = first.nbytes + 2 * rows * (n + k)
     return setup.of_bandwidth(name, num_bytes, calls, goal, _vendor_note(setup, x, n))
@@ -73,17 +73,17 @@ def _few_rows(setup: Setup, name: str, weight: partial[GpuWeight], rows: int, go
 
 def _vendor_note(setup: Setup, x: torch.Tensor, n: int) -> str:
     plain = [
-        torch.randn(n, x.shape[1], device=setup.device, dtype=torch.float16)
+        torch.randn(n, x.shape[1], device=setup.device, dtype=setup.dtype)
         for _ in range(setup.timer.copies(2 * n * x.shape[1]))
     ]
     seconds = peer_seconds(setup.timer, [partial(torch.matmul, x, one.T) for one in plain])
-    return "" if seconds is None else f"cuBLAS float16 {seconds * 1e6:.1f} µs"
+    return "" if seconds is None else f"cuBLAS {setup.type_name} {seconds * 1e6:.1f} µs"
 
 
 def _many_rows(setup: Setup, name: str, weight: GpuWeight, rows: int, same_bits: bool) -> Row:
     n, k = weight.shape
-    x = torch.randn(rows, k, device=setup.device).half()
-    plain = torch.randn(n, k, device=setup.device, dtype=torch.float16)
+    x = torch.randn(rows, k, device=setup.device, dtype=setup.dtype)
+    plain = torch.randn(n, k, device=setup.device, dtype=setup.dtype)
     ours = setup.timer.seconds([partial(linear, x, weight, setup.tuning, same_bits)])
     theirs = peer_seconds(setup.timer, [partial(torch.matmul, x, plain.T)])
     work = 2 * rows * n * k / 1e12
@@ -93,6 +93,6 @@ def _many_rows(setup: Setup, name: str, weight: GpuWeight, rows: int, same_bits:
         work / ours,
         None,
         theirs and work / theirs,
-        "cuBLAS float16",
+        f"cuBLAS {setup.type_name}",
         note=f"{ours * 1e6:.0f} µs",
     )

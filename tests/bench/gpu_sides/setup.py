@@ -13,6 +13,8 @@ from gpu_sides.sizes import FULL, TINY, Sizes
 from gpu_sides.timing import Call, CudaTimer, DryTimer, Timer
 from quantd.kernels.gpu.tuning import Tuning, gpu_of
 
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
 
 class Skipped(Exception):
     """Why a measure is not taken on this machine."""
@@ -28,19 +30,26 @@ class Measure:
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything is float16 but what the ops have in float32."""
+    """dtype: of everything but what the ops have in float32."""
 
     device: torch.device
     sizes: Sizes
     timer: Timer
+    dtype: torch.dtype
 
     @classmethod
-    def here(cls, dry: bool) -> Setup:
-        """The first GPU; dry: the interpreter and tiny sizes."""
+    def here(cls, dtype: str, dry: bool) -> Setup:
+        """The first GPU; dry: the interpreter and tiny sizes. dtype: of DTYPES."""
         torch.manual_seed(0)
         if dry:
-            return cls(torch.device("cpu"), TINY, DryTimer())
-        return cls(torch.device("cuda", 0), FULL, CudaTimer())
+            return cls(torch.device("cpu"), TINY, DryTimer(), DTYPES[dtype])
+        return cls(torch.device("cuda", 0), FULL, CudaTimer(), DTYPES[dtype])
+
+    @property
+    def type_name(self) -> str:
+        """Of dtype, and of a KV cache that holds it."""
+        (name,) = (name for name, dtype in DTYPES.items() if dtype == self.dtype)
+        return name
 
     @cached_property
     def tuning(self) -> Tuning:
@@ -55,8 +64,8 @@ class Setup:
         return 2 * source.numel() / self.timer.seconds([lambda: target.copy_(source)])
 
     def bits_goal(self, promised: bool = True) -> float | None:
-        """How much may differ in bits. In the interpreter a library settles the order of sums: no goal."""
-        return 0 if promised and self.device.type == "cuda" else None
+        """How much may differ in bits."""
+        return 0 if promised else None
 
     def calls(self, num_bytes: int, call: Callable[[], Call]) -> list[Call]:
         """Calls that touch so many bytes each: so many of them that none finds its own in a cache."""

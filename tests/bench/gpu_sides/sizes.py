@@ -97,7 +97,7 @@ FULL = Sizes(
     same_tokens=32,
     copy_bytes=1 << 30,
     check_bits=(2, 3, 4, 8),
-    check_rows=(1, 17, 130),
+    check_rows=(1, 17, 33, 129),
     check_spans=((0, 5), (40, 41), (299, 300), (3, 90)),
 )
 TINY = Sizes(
