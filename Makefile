@@ -14,8 +14,9 @@ run: $(VENV)/.run
 	$(BIN)/quantd pull $(MODEL)
 	$(BIN)/quantd run --verbose $(MODEL) "$(QUESTION)"
 
+# Next to each other on all cores: many tests wait for a process or a clock.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check
