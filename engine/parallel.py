@@ -236,7 +236,7 @@ def connect(
     if isinstance(group, TorchGroup):
         check_sums(group, group.rank, device)
         if stage == 0:
-            check_gather(group, group.rank, device)
+            check_copies(group, group.rank, device)
     before, behind = links.get((stage - 1) % num_stages), links.get(stage)
     if before is not None and behind is not None:
         check_links(before, behind, stage == 0, width, device)
@@ -259,15 +259,15 @@ def check_sums(group: Group, rank: int, device: torch.device) -> None:
                 )
 
 
-def check_gather(group: Group, rank: int, device: torch.device) -> None:
-    """Gather random data on rank 0, and compare every bit there. Raises QuantdError."""
+def check_copies(group: Group, rank: int, device: torch.device) -> None:
+    """Gather random data on rank 0, and broadcast some from there. Raises QuantdError for a wrong bit."""
     shape, generator = (_TEST_ROWS[-1], 1000), torch.Generator().manual_seed(0)
     parts = [torch.randn(shape, generator=generator).to(device) for _ in range(group.size)]
     gathered = group.gather(parts[rank], [shape[1]] * group.size)
-    if rank == 0 and not torch.equal(gathered, torch.cat(parts, 1)):
-        raise QuantdError(
-            f"rank 0 got other numbers than the others had sent: {_NO_TRUST}, or run without tp"
-        )
+    received = group.broadcast(parts[rank].clone())
+    is_right = rank > 0 or torch.equal(gathered, torch.cat(parts, 1))
+    if not is_right or not torch.equal(received, parts[0]):
+        raise QuantdError(f"numbers reached rank {rank} wrong: {_NO_TRUST}, or run without tp")
 
 
 def check_links(before: Link, behind: Link, is_first: bool, width: int, device: torch.device) -> None:

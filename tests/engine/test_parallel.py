@@ -24,7 +24,7 @@ from quantd.engine.parallel import (
     Link,
     Place,
     TorchGroup,
-    check_gather,
+    check_copies,
     check_links,
     check_sums,
     connect,
@@ -133,14 +133,30 @@ def test_wrong_sums_are_found_at_the_start(ranks: RankThreads) -> None:
     assert len(set(ranks.run(check))) == 1
 
 
-def test_a_wrong_gather_is_found_at_the_start(ranks: RankThreads) -> None:
-    class WrongGathers(WrongSums):
-        def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-            return self._group.gather(x, widths).flip(1)
+class WrongCopies(WrongSums):
+    """Columns that one way of exchange brings are in another order."""
 
+    def __init__(self, place: Place, fault: str) -> None:
+        super().__init__(place)
+        self._fault = fault
+
+    def gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        return self._brought("gather", self._group.gather(x, widths))
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        return self._brought("broadcast", self._group.broadcast(x))
+
+    def _brought(self, way: str, x: Tensor) -> Tensor:
+        return x.flip(1) if way == self._fault else x
+
+
+@pytest.mark.parametrize(("fault", "victim"), [("gather", 0), ("broadcast", 1)])
+def test_wrong_copies_are_found_at_the_start(ranks: RankThreads, fault: str, victim: int) -> None:
     def check(rank: int, place: Place) -> None:
-        with pytest.raises(QuantdError, match="rank 0 got other numbers") if rank == 0 else nullcontext():
-            check_gather(WrongGathers(place), rank, CPU)  # type: ignore[arg-type]
+        group = WrongCopies(place, fault if rank == victim else "")
+        wrong = pytest.raises(QuantdError, match=f"numbers reached rank {victim} wrong")
+        with wrong if rank == victim else nullcontext():
+            check_copies(group, rank, CPU)  # type: ignore[arg-type]
 
     ranks.run(check)
 
@@ -180,7 +196,7 @@ def test_links_are_tested_in_an_order_in_which_nobody_waits_for_one_who_waits(br
 
 
 def test_all_that_will_be_used_is_used_before_the_ranks_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it takes is no longer free then. Only the first stage gathers, and has a communicator for it."""
+    """What it takes is no longer free then. Only the first stage gathers and broadcasts."""
     used: Counter[tuple[str, int]] = Counter()
 
     def watch(kind: type[Link] | type[TorchGroup], name: str) -> None:
@@ -194,14 +210,16 @@ def test_all_that_will_be_used_is_used_before_the_ranks_have_met(monkeypatch: py
 
     for name in ("send", "receive"):
         watch(Link, name)
-    for name in ("all_reduce", "gather"):
+    for name in ("all_reduce", "gather", "broadcast"):
         watch(TorchGroup, name)
     with rank_threads(World(2, ((0, 1), (1, 2)))) as threads:
         places = threads.places
         expected = {("send", id(place.behind)) for place in places}
         expected |= {("receive", id(place.before)) for place in places}
         expected |= {("all_reduce", id(place.group)) for place in places}
-        assert set(used) == expected | {("gather", id(place.group)) for place in places[:2]}
+        for name in ("gather", "broadcast"):
+            expected |= {(name, id(place.group)) for place in places[:2]}
+        assert set(used) == expected
 
 
 def test_want_of_memory_in_an_exchange_is_no_loss_of_a_rank() -> None:
