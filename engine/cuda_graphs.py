@@ -173,10 +173,9 @@ class DecodeGraphs:
         """
         if not self._records:
             return
-        step = self._put(size, *self._nobody)
-        run = partial(self._layers, *step, self._kv)
         replay, reason, others_wait = None, "another rank of the stage could not", self._group.size > 1
         try:
+            run = partial(self._layers, *self._put(size, *self._nobody), self._kv)
             # What a first run compiles, loads and allocates cannot be recorded.
             run()
             others_wait = False
@@ -193,6 +192,8 @@ class DecodeGraphs:
 
     def _all(self, yes: bool) -> bool:
         """Whether all ranks of the group say so."""
+        if self._group.size == 1:
+            return yes  # and take no memory of the device to find out
         votes = self._group.all_reduce(torch.full((1, 1), float(yes), device=self._device))
         return int(votes) == self._group.size
 

@@ -23,6 +23,7 @@ from quantd.engine.cuda_graphs import (
     width_ladder,
 )
 from quantd.engine.forward import Eager, flatten, moved, views
+from quantd.engine.parallel import ALONE, Group
 from quantd.kernels.ops import AttentionInputs, KVLayer
 
 CPU = torch.device("cpu")
@@ -51,6 +52,26 @@ def layers(entering: Tensor, inputs: AttentionInputs, kv: Sequence[KVLayer]) -> 
     return rows
 
 
+class NoVotes:
+    """A group that cannot be asked."""
+
+    recordable = True
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        raise AssertionError("a vote is cast")
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        raise NotImplementedError
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    gather = all_gather
+
+
 class Graphs:
     """A Record in Python: it runs the function again, into the same tensor."""
 
@@ -74,7 +95,7 @@ def eager() -> Eager:
 
 
 def decode_graphs(
-    record: Callable[[Callable[[], Tensor]], Replay], residual: Tensor | None = None
+    record: Callable[[Callable[[], Tensor]], Replay], residual: Tensor | None = None, group: Group = ALONE
 ) -> DecodeGraphs:
     return DecodeGraphs(
         eager=eager(),
@@ -85,6 +106,7 @@ def decode_graphs(
         widths=WIDTHS,
         residual=residual,
         record=record,
+        group=group,
     )
 
 
@@ -220,7 +242,7 @@ def test_where_recording_fails_steps_run_eagerly_and_the_log_says_so_once(
     def record(run: Callable[[], Tensor]) -> Replay:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    graphs = decode_graphs(record)
+    graphs = decode_graphs(record, group=NoVotes(1))
     with caplog.at_level(logging.WARNING):
         for num_requests in (1, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3):
             step = decode(num_requests, 1)
@@ -229,26 +251,11 @@ def test_where_recording_fails_steps_run_eagerly_and_the_log_says_so_once(
     assert len(caplog.records) == 1 and "not permitted" in caplog.text
 
 
-class Voters:
-    """A group of two, of which only this rank is there."""
-
-    size = 2
-    recordable = True
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        raise AssertionError("a vote is cast while another rank is in the middle of its run")
-
-    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
-        raise NotImplementedError
-
-    gather = all_gather
-
-
 def test_a_first_run_that_fails_beside_other_ranks_is_a_step_that_fails() -> None:
     def broken(entering: Tensor, inputs: AttentionInputs, kv: Sequence[KVLayer]) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    graphs = DecodeGraphs(eager(), broken, [], CPU, SIZES, WIDTHS, None, Graphs(), Voters())
+    graphs = DecodeGraphs(eager(), broken, [], CPU, SIZES, WIDTHS, None, Graphs(), NoVotes(2))
     with pytest.raises(torch.OutOfMemoryError):
         graphs.prepare()
 
