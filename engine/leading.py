@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from quantd.engine.batch import Batch
+from quantd.engine.errors import StepMemoryError
 from quantd.engine.messages import ModelInfo
 from quantd.engine.model_part import ModelPart
 from quantd.engine.models.decoder import Decoder
 from quantd.engine.plan import AheadRunner, Plan, Runner, Started, StepOutput
-from quantd.engine.rank_messages import Prepare, Prepared
+from quantd.engine.rank_messages import Prepare, Prepared, Reserve, Reserved
 from quantd.engine.ranks import Ranks
 from quantd.engine.step_frame import step_of
 
@@ -23,6 +24,7 @@ class LeadingPart:
     def __init__(self, part: ModelPart, ranks: Ranks) -> None:
         self.ranks = ranks
         self._part = part
+        self._reserved = 0
 
     @property
     def decoder(self) -> Decoder:
@@ -30,15 +32,31 @@ class LeadingPart:
         return self._part.decoder
 
     def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
-        """See ModelPart."""
+        """See ModelPart. Raises StepMemoryError."""
+        self._reserve(self._part.step_bytes(batch))
         self.ranks.send(step_of(batch))
         return self._part.forward(batch, drawn)
 
     def prepare(self) -> bool:
         """See Runner: every rank its part, for what is left differs from stage to stage."""
+        # Recording has its own memory, for which what is kept for steps may be given up.
+        self._reserved = 0
         self.ranks.send(Prepare())
         more = self._part.prepare()
         return any([more, *(answer.more for answer in self.ranks.collect(Prepared))])
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Ask every rank for the memory of a step before any begins: in the middle none can stop without the
+        others. Nobody is asked while all have had as much since it was last wanting. Raises StepMemoryError.
+        """
+        if num_bytes <= self._reserved:
+            return
+        self.ranks.send(Reserve(num_bytes))
+        answers = [self._part.shortage(num_bytes), *(a.shortage for a in self.ranks.collect(Reserved))]
+        shortages = [answer for answer in answers if answer is not None]
+        self._reserved = 0 if shortages else num_bytes
+        if shortages:
+            raise StepMemoryError(f"a rank has not the {num_bytes} bytes that a step takes: {shortages[0]}")
 
     def close(self) -> None:
         """End the other ranks, and let go of what was recorded with them."""
@@ -49,7 +67,7 @@ class LeadingPart:
 
 
 class LeadingRunner:
-    """A runner over `part`. For every failure it raises RankError: the ranks are out of step then."""
+    """A runner over `part`. Raises StepMemoryError, else RankError: the ranks are out of step then."""
 
     pool_blocks = None
 
@@ -80,6 +98,8 @@ class LeadingRunner:
     def _together(self) -> Iterator[None]:
         try:
             yield
+        except StepMemoryError:
+            raise
         except Exception as error:
             raise self._part.ranks.explain(error) from error
 

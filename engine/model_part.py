@@ -20,9 +20,9 @@ from quantd.engine.config import EngineConfig
 from quantd.engine.cuda_graphs import CudaRecorder, DecodeGraphs, size_ladder, width_ladder
 from quantd.engine.devices import compute_dtype, keeps_bits, rank_device, rank_memory, rank_threads
 from quantd.engine.errors import CapacityError
-from quantd.engine.faults import is_out_of_memory, kind_of
+from quantd.engine.faults import describe, is_out_of_memory, kind_of
 from quantd.engine.forward import Eager, Forward, moved, to_device
-from quantd.engine.memory import PROMPT_ROWS
+from quantd.engine.memory import PROMPT_ROWS, step_bytes
 from quantd.engine.models.decoder import Decoder, last_finite
 from quantd.engine.models.spec import DecoderSpec
 from quantd.engine.parallel import Place, connect
@@ -40,6 +40,7 @@ from quantd.quant.kv import FORMATS, KVFormat, KVPool, KVShape, block_bytes
 
 _MICRO_ROWS = 64  # Fewer rows take as long as so many, or nearly.
 _MICRO_BATCHES = 4  # for each stage, at most
+_RESERVED_ROWS = 64  # and multiples, in which also what is recorded for more rows than a step has is counted
 
 Through = Callable[[Tensor, AttentionInputs], Tensor]
 
@@ -86,6 +87,25 @@ class ModelPart:
     def close(self) -> None:
         """See Forward."""
         self._forward.close()
+
+    def shortage(self, num_bytes: int) -> str | None:
+        """Why there is no memory for a step that takes so many bytes; None where there is.
+
+        A GPU's memory stays this process's then, until some memory is not to be had.
+        """
+        try:
+            torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return describe(error)
+        return None
+
+    def step_bytes(self, batch: Batch) -> int:
+        """What a step takes beside weights and pool; steps of nearly one size take the same."""
+        num_rows = -(-len(batch.token_ids) // _RESERVED_ROWS) * _RESERVED_ROWS
+        num_logits = max(len(batch.sample_rows), min(len(batch.prompt_rows), PROMPT_ROWS))
+        return step_bytes(self.decoder.spec, num_rows, num_logits, self._device.type == "cuda")
 
     def blocks(self) -> PoolBlocks | None:
         """The pool's blocks as bytes, of a model that is all here, on a CPU, and has been checked."""

@@ -1,7 +1,8 @@
 """The frames between rank 0 of an engine and its other ranks (torch-free); see quantd.engine.connection.
 
 StartRank, then RankLoaded; Allocate, then RankReady; then Steps, which are not answered (what ranks compute
-together passes through their groups), and in idle time Prepare, then Prepared. Failed may come at any time.
+together passes through their groups), before large ones Reserve, then Reserved, and in idle time Prepare,
+then Prepared. Failed may come at any time.
 """
 
 from __future__ import annotations
@@ -68,5 +69,17 @@ class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
     more: bool
 
 
-ToRank = StartRank | Allocate | Step | Prepare
-FromRank = RankLoaded | RankReady | Prepared | Failed
+class Reserve(msgspec.Struct, frozen=True, tag="reserve"):
+    """Rank 0 -> rank: see that you have so many bytes for the next step, beside weights and pool."""
+
+    num_bytes: int
+
+
+class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
+    """Rank -> rank 0: why it has not, None where it has."""
+
+    shortage: str | None
+
+
+ToRank = StartRank | Allocate | Step | Prepare | Reserve
+FromRank = RankLoaded | RankReady | Prepared | Reserved | Failed

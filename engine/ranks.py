@@ -21,7 +21,15 @@ from quantd.engine.config import EngineConfig
 from quantd.engine.connection import Connection, encode_frame
 from quantd.engine.errors import RankError
 from quantd.engine.messages import Failed
-from quantd.engine.rank_messages import FromRank, Prepared, RankLoaded, RankReady, StartRank, ToRank
+from quantd.engine.rank_messages import (
+    FromRank,
+    Prepared,
+    RankLoaded,
+    RankReady,
+    Reserved,
+    StartRank,
+    ToRank,
+)
 from quantd.engine.split import World
 
 # -P: a file of the working directory must not pass for a module of the engine.
@@ -30,7 +38,7 @@ _EXIT_SECONDS = 5.0
 _NEWS_SECONDS = 5.0
 
 Fail = Callable[[Failed], None]
-T = TypeVar("T", RankLoaded, RankReady, Prepared)
+T = TypeVar("T", RankLoaded, RankReady, Prepared, Reserved)
 
 
 class Ranks:

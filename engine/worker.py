@@ -22,7 +22,17 @@ from quantd.engine.errors import RankError
 from quantd.engine.faults import describe, kind_of
 from quantd.engine.messages import Failed
 from quantd.engine.parent import die_with_parent
-from quantd.engine.rank_messages import Allocate, Prepare, Prepared, RankReady, StartRank, Step, ToRank
+from quantd.engine.rank_messages import (
+    Allocate,
+    Prepare,
+    Prepared,
+    RankReady,
+    Reserve,
+    Reserved,
+    StartRank,
+    Step,
+    ToRank,
+)
 
 if TYPE_CHECKING:
     from quantd.engine.model_part import ModelPart
@@ -70,13 +80,15 @@ def follow(connection: Connection, part: ModelPart) -> None:
     """Do as rank 0 says. Raises EOFError when it is gone."""
     from quantd.engine.step_frame import batch_of  # needs torch
 
-    decoder = msgspec.msgpack.Decoder[Step | Prepare](Step | Prepare)
+    decoder = msgspec.msgpack.Decoder[Step | Prepare | Reserve](Step | Prepare | Reserve)
     while True:
         match connection.receive(decoder):
             case Step() as step:
                 part.follow(batch_of(step))
             case Prepare():
                 connection.send(Prepared(part.prepare()))
+            case Reserve(num_bytes):
+                connection.send(Reserved(part.shortage(num_bytes)))
 
 
 def _tell(error: Exception, connection: Connection) -> None:

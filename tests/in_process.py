@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import RequestError
+from quantd.engine.faults import is_out_of_memory
 from quantd.engine.grammar import GrammarCompiler
 from quantd.engine.plan import Runner
 from quantd.engine.request import Request, TokenEvent, TokenLogprob
@@ -80,6 +81,11 @@ class InProcessEngine:
 
     def step(self) -> list[TokenEvent]:
         plan = self._stepping.next_plan()
-        events = self.scheduler.update(plan, self._stepping.run(plan))
+        try:
+            events = self.scheduler.update(plan, self._stepping.run(plan))
+        except Exception as error:
+            if not (is_out_of_memory(error) and self.scheduler.put_off(plan)):
+                raise
+            events = []
         self.scheduler.check(num_reserved=isinstance(self._stepping, OneAhead))
         return events

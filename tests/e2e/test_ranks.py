@@ -6,7 +6,8 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from processes import own_children
 from safetensors.torch import load_file, save_file
 from test_daemon import DATA, STORY, serve, until, wait_for_text
 
-from quantd.engine.client import EngineClient
+from quantd.engine.client import ENGINE_COMMAND, EngineClient
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import EngineDiedError, NumericsError, RequestError
 from quantd.engine.leading import LeadingRunner
@@ -136,9 +137,11 @@ def run(test: Scenario) -> Callable[[], None]:
 
 
 @asynccontextmanager
-async def running(config: EngineConfig = CONFIG) -> AsyncIterator[tuple[EngineClient, list[psutil.Process]]]:
+async def running(
+    config: EngineConfig = CONFIG, command: Sequence[str] = ENGINE_COMMAND
+) -> AsyncIterator[tuple[EngineClient, list[psutil.Process]]]:
     """An engine and its ranks but the first, none of which may be left."""
-    client = await EngineClient.start(config)
+    client = await EngineClient.start(config, command=command)
     engine = psutil.Process(client.pid)
     ranks = engine.children()
     assert len(ranks) == client.info.num_ranks - 1
@@ -169,6 +172,49 @@ async def test_a_rank_killed_in_a_step_ends_the_engine_with_the_reason() -> None
                 async for _ in stream:
                     pass
         assert_gone(ranks)
+
+
+# An engine whose rank 1 finds no memory for the first steps that it is asked about.
+SHORT_RANK = """
+import sys
+from unittest.mock import patch
+import torch
+from quantd.engine.model_part import ModelPart
+from quantd.engine.worker import serve
+
+asked, shortage = [], ModelPart.shortage
+
+def short(part, num_bytes):
+    asked.append(num_bytes)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+    with patch("torch.empty", side_effect=error if len(asked) < 5 else None):
+        return shortage(part, num_bytes)
+
+ModelPart.shortage = short
+serve(int(sys.argv[1]))
+"""
+SHORT_ENGINE = f"""
+import sys
+from quantd.engine import loop, ranks
+
+ranks.RANK_COMMAND = (sys.executable, "-P", "-c", {SHORT_RANK!r})
+loop.serve(int(sys.argv[1]), loop._build_runner)
+"""
+
+
+@run
+async def test_a_rank_without_memory_for_a_step_ends_nothing() -> None:
+    async def serve(client: EngineClient) -> list[list[int]]:
+        return await asyncio.gather(*(collect(client, request) for request in requests()))
+
+    async def collect(client: EngineClient, request: Request) -> list[int]:
+        return [token async for event in client.generate(request) for token in event.token_ids]
+
+    async with running(command=(sys.executable, "-P", "-c", SHORT_ENGINE)) as (client, _):
+        first = await serve(client)
+        assert await serve(client) == first
+        assert {len(tokens) for tokens in first} == {24}
+        assert not client.died.done()
 
 
 @run

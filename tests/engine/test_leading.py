@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,12 +28,13 @@ from quantd.engine.cuda_graphs import EAGER_USES, DecodeGraphs, Replay
 from quantd.engine.forward import Eager
 from quantd.engine.gpu_runner import GpuRunner
 from quantd.engine.leading import LeadingAheadRunner, LeadingPart, LeadingRunner, leading
+from quantd.engine.memory import step_bytes
 from quantd.engine.model_part import ModelPart
 from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.models.decoder import Decoder
 from quantd.engine.parallel import Place
 from quantd.engine.plan import Plan, Started
-from quantd.engine.rank_messages import FromRank, ToRank
+from quantd.engine.rank_messages import FromRank, Reserve, ToRank
 from quantd.engine.ranks import Ranks
 from quantd.engine.request import Request, SamplingParams
 from quantd.engine.runner import ModelRunner, Step
@@ -158,7 +160,9 @@ class World:
         self.graphs = [Graphs(rank in failing) for rank in range(threads.world.size)]
         checkpoint = checkpoint_of("gptq")
         parts = threads.run(lambda rank, place: part_of(checkpoint, place, self.graphs[rank]))
-        self.part = LeadingPart(parts[0], cast(Ranks, Led(parts[1:], pool)))
+        self.parts = parts
+        self.ranks = Led(parts[1:], pool)
+        self.part = LeadingPart(parts[0], cast(Ranks, self.ranks))
         self.runner = leading(ModelRunner(self.part, Sampler(), INFO), self.part)
 
     def texts(self, num_requests: int, max_tokens: int) -> list[list[int]]:
@@ -261,3 +265,44 @@ def test_steps_started_ahead_on_ranks_write_the_same_text(name: str) -> None:
         in_turn = InProcessEngine(CONFIG, LeadingRunner(gpu, made.part)).serve(asked)
     assert ahead == in_turn
     assert [len(completion.token_ids) for completion in ahead] == [4, 7, 10]
+
+
+def long_requests() -> list[Request]:
+    """The last begins as the first does."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=5)
+    prompts = [[(7 * i + k * k) % 90 + 3 for k in range(size)] for i, size in enumerate((50, 9, 40))]
+    prompts.append([*prompts[0][:40], 17])
+    return [Request(id=str(i), prompt=prompt, sampling=sampling) for i, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("name", ["tp 2", "two stages", "three stages of two"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_no_memory_for_a_step_keeps_all_from_it_and_a_smaller_one_is_done(
+    name: str, rank: int
+) -> None:
+    """At first for any, then for more than one request that draws a token."""
+    one = ModelRunner(reference_part(checkpoint_of("gptq"), Place(Part(range(NUM_LAYERS)))), Sampler(), INFO)
+    alone = [done.token_ids for done in InProcessEngine(CONFIG, one).serve(long_requests())]
+    with world(name) as made:
+        asked: list[int] = []
+        room = step_bytes(made.parts[0].decoder.spec, 64, 1, on_gpu=False)
+
+        def shortage(num_bytes: int) -> str | None:
+            asked.append(num_bytes)
+            return "none left" if len(asked) < 4 or num_bytes > room else None
+
+        made.parts[rank].shortage = shortage  # type: ignore[method-assign]
+        engine = InProcessEngine(CONFIG, made.runner)
+        assert [done.token_ids for done in engine.serve(long_requests())] == alone
+        assert engine.scheduler.counters.preemptions > 1
+        assert all(isinstance(message, Reserve) for message in made.ranks.sent[:4])
+        # A refusal is followed by another question, a step that has found its memory by steps of its size.
+        kinds = "".join(type(message).__name__[0] for message in made.ranks.sent)
+        assert re.fullmatch("R{4}S+(R+S+)*", kinds), kinds
+        assert [message.num_bytes for message in made.ranks.sent if isinstance(message, Reserve)] == asked
+        made.parts[rank].shortage = lambda num_bytes: None  # type: ignore[method-assign]
+        engine.scheduler.limits.num_tokens = 512
+        for _ in range(3):
+            assert [done.token_ids for done in engine.serve(long_requests())] == alone
+            made.ranks.sent, sent = [], made.ranks.sent
+        assert not any(isinstance(message, Reserve) for message in sent)
