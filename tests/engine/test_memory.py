@@ -253,6 +253,7 @@ def test_an_automatic_split_fills_what_computing_and_other_programs_leave_of_gpu
     """16 GB of weights, 2 of them embedding and output matrix, over a GPU of 24 GB and one of 8."""
     free = [24 * 10**9, 8 * 10**9]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 9))
     monkeypatch.setattr("quantd.engine.devices.rank_memory", lambda device: free[device.index])
     ends = 2 * 2 * 128_256 * 4096
     layer = (16 * 10**9 - ends) / 32
