@@ -14,9 +14,11 @@ run: $(VENV)/.run
 	$(BIN)/quantd pull $(MODEL)
 	$(BIN)/quantd run --verbose $(MODEL) "$(QUESTION)"
 
-# Next to each other on all cores: many tests wait for a process or a clock.
+# Next to each other on all cores: many tests wait for a process or a clock. None sees a GPU; where there is one,
+# those of the GPU backend run on it too.
 test: $(VENV)/.test
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
+	$(if $(wildcard /dev/nvidiactl /dev/dxg),$(BIN)/python -m pytest --gpu)
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,22 +17,6 @@ from processes import left_after_a_while, own_children
 
 from quantd.daemon.store import Store
 
-
-def _has_gpu() -> bool:
-    """Torch, slow to import, is asked only where there is a driver at all."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
-
-
-# Triton looks at it when a kernel is defined, so it is set before any test module imports one.
-if not _has_gpu():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 # How fast a busy machine is, is no test. The same examples each time: what is new is for `make fuzz` to find.
 hypothesis.settings.register_profile("quantd", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("quantd")
@@ -40,8 +24,37 @@ hypothesis.settings.load_profile("quantd")
 FIXTURES = Path(__file__).parent / "data" / "fixtures"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--gpu`, which `make test` gives to a second run on a machine that has one."""
+    parser.addoption("--gpu", action="store_true", help="run test_gpu_*.py alone, on the GPU")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --gpu all but the tests of the GPU backend."""
+    is_other = collection_path.is_file() and not collection_path.name.startswith("test_gpu_")
+    return True if config.getoption("--gpu") and is_other else None
+
+
+def _settle_gpu(wanted: bool) -> None:
+    """Have tests, and what they start, see this machine's GPU, or none, so that they test the same anywhere.
+
+    Triton looks at its variable when a kernel is defined, so no test module is imported yet.
+    """
+    assert "triton" not in sys.modules
+    if not wanted:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"
+        return
+    os.environ.pop("TRITON_INTERPRET", None)
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.exit("--gpu: torch finds no GPU here", 1)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give the tests, and the processes that they start, an empty home of quantd and a cache of their own."""
+    _settle_gpu(config.getoption("--gpu"))
     # A shell's job in the background has it ignored, which what the tests start would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     settings = [name for name in os.environ if name.startswith("QUANTD_") and name != "QUANTD_TEST_HOME"]

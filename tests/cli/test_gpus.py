@@ -130,7 +130,6 @@ def test_the_helper_prints_what_it_finds() -> None:
     assert len(report.devices) == torch.cuda.device_count()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_there_is_nothing_to_tune(
     quantd, fixture_folders: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""A tiny model through the whole GPU backend: on a GPU, or on the CPU where Triton interprets."""
+"""A tiny model through the whole GPU backend: on a GPU with --gpu, else on the CPU in the interpreter."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ from quantd.kernels.gpu.ops import GpuOps
 from quantd.kernels.gpu.tiled import shape_of
 from quantd.kernels.gpu.tuning import Gpu, Tuning, with_plan
 from quantd.kernels.gpu.weights import GpuWeight
+from quantd.kernels.select import choose_backend
 from quantd.quant.checkpoint import open_checkpoint
 from quantd.quant.kv import FORMATS, KVPool, KVShape
 
@@ -345,6 +346,11 @@ def test_steps_that_are_recorded_write_the_same_text(folder: Path, expected: lis
     assert token_ids(served) == token_ids(expected)
     if isinstance(record, Graphs):
         assert record.num_replays == 7 - EAGER_USES
+
+
+@on_a_gpu
+def test_auto_takes_a_gpu() -> None:
+    assert choose_backend("auto") == choose_backend("gpu") == "gpu"
 
 
 @on_a_gpu

@@ -12,7 +12,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def gpu_device() -> Iterator[str]:
-    """Where the Triton kernels run: a GPU where there is one, else the interpreter on CPU tensors."""
+    """Where the Triton kernels run: on the GPU with --gpu, else in the interpreter on CPU tensors."""
     if torch.cuda.is_available():
         yield "cuda"
         return
