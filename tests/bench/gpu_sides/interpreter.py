@@ -1,13 +1,16 @@
-"""Triton's interpreter with the arithmetic of a GPU."""
+"""Triton's interpreter with the arithmetic of a GPU; run as a program, a rank of an engine that has it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from quantd.engine.worker import serve
 
 
 def as_on_a_gpu(replace: Callable[[object, str, object], None] = setattr) -> None:
@@ -44,3 +47,9 @@ def _bfloat16(values: Any) -> Any:
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = bits + 0x7FFF + (bits >> 16 & 1)
     return np.where(np.isnan(values), bits >> 16 | 0x40, rounded >> 16).astype(np.uint16)
+
+
+if __name__ == "__main__":
+    as_on_a_gpu()
+    with np.errstate(all="ignore"):
+        serve(int(sys.argv[1]))
