@@ -108,23 +108,3 @@ def views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def _padded_len(tensor: Tensor) -> int:
     return -(-tensor.numel() // _ALIGNMENT) * _ALIGNMENT
-
-
-class HostCopy:
-    """A tensor on its way to the CPU's memory, which nobody waits for before they need it."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._event: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._tensor = pinned.copy_(tensor, non_blocking=True)
-            # Waiting for one that is not blocking takes a core.
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def wait(self) -> Tensor:
-        """The copy, once it is through."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._tensor

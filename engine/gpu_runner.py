@@ -27,7 +27,7 @@ class GpuRunner(ModelRunner):
     """The AheadRunner of a decoder (see quantd.engine.plan)."""
 
     def __init__(self, part: ModelPart | LeadingPart, info: ModelInfo) -> None:
-        self._gpu_sampler = GpuSampler()
+        self._gpu_sampler = GpuSampler(part.time_limit)
         super().__init__(part, self._gpu_sampler, info)
 
     @torch.inference_mode()

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantd.engine.forward import HostCopy, moved
+from quantd.engine.forward import moved
+from quantd.engine.host_copy import HostCopy
 from quantd.engine.logprobs import token_logprob
 from quantd.engine.penalties import masked_ends
 from quantd.engine.plan import RequestState
@@ -27,7 +28,10 @@ _ERRORS = {Status.NOT_FINITE: NOT_FINITE, Status.NOTHING_ALLOWED: NOTHING_ALLOWE
 
 
 class GpuSampler:
-    """Draws the next token of each request."""
+    """Draws the next token of each request. time_limit: see HostCopy."""
+
+    def __init__(self, time_limit: float | None = None) -> None:
+        self._time_limit = time_limit
 
     def sample(
         self, logits: Tensor, requests: Sequence[RequestState], masks: Masks = NO_MASKS
@@ -48,15 +52,20 @@ class GpuSampler:
         mask = None if masks.bits is None else torch.from_numpy(masks.bits)
         inputs = SamplingInputs.of(draws, "cpu", adjustments, mask)
         token_ids, logprobs, status = sample(logits, _moved(inputs, logits.device))
-        packed = HostCopy(torch.stack((token_ids, logprobs.view(torch.int32), status)))
-        return GpuDrawing(requests, token_ids, packed, _rows_with_top(logits, requests))
+        packed = self._copy(torch.stack((token_ids, logprobs.view(torch.int32), status)))
+        with_top = [i for i, state in enumerate(requests) if state.request.sampling.logprobs]
+        rows = {i: self._copy(logits[i]) for i in with_top}
+        return GpuDrawing(requests, token_ids, packed, rows)
+
+    def _copy(self, tensor: Tensor) -> HostCopy:
+        return HostCopy(tensor, self._time_limit)
 
 
 class GpuDrawing:
     """Tokens that are being drawn on a GPU.
 
-    Tokens, their log probabilities and what went wrong come to the CPU, and the rows of those that ask
-    for the likeliest tokens. token_ids: int32 [R] on the device.
+    Tokens, their log probabilities and what went wrong come to the CPU, and the rows [V] of those that ask
+    for the likeliest tokens, by their numbers. token_ids: int32 [R] on the device.
     """
 
     def __init__(
@@ -68,7 +77,7 @@ class GpuDrawing:
         self._rows = rows
 
     def result(self) -> list[Sample]:
-        """Wait for them."""
+        """Wait for them. Raises TimeoutError."""
         token_ids, logprobs, status = self._packed.wait()
         results = zip(token_ids.tolist(), logprobs.view(torch.float32).tolist(), status.tolist(), strict=True)
         rows = {i: copy.wait().numpy() for i, copy in self._rows.items()}
@@ -124,11 +133,6 @@ def _adjustment(state: RequestState, num_ahead: int) -> Adjustment | None:
         frequency=params.frequency_penalty,
         presence=params.presence_penalty,
     )
-
-
-def _rows_with_top(logits: Tensor, requests: Sequence[RequestState]) -> dict[int, HostCopy]:
-    """The rows [V] of requests that ask for the likeliest tokens, by their numbers."""
-    return {i: HostCopy(logits[i]) for i, state in enumerate(requests) if state.request.sampling.logprobs}
 
 
 def _sample(token_id: int, logprob: float, status: int, state: RequestState, row: Row | None) -> Sample:

@@ -31,6 +31,11 @@ class LeadingPart:
         """Rank 0's."""
         return self._part.decoder
 
+    @property
+    def time_limit(self) -> float | None:
+        """See ModelPart."""
+        return self._part.time_limit
+
     def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
         """See ModelPart. Raises StepMemoryError."""
         self._reserve(self._part.step_bytes(batch))

@@ -25,7 +25,7 @@ from quantd.engine.forward import Eager, Forward, moved, to_device
 from quantd.engine.memory import PROMPT_ROWS, step_bytes
 from quantd.engine.models.decoder import Decoder, last_finite
 from quantd.engine.models.spec import DecoderSpec
-from quantd.engine.parallel import Place, connect
+from quantd.engine.parallel import TIME_LIMIT, Place, connect
 from quantd.engine.plan import Plan, PlanEntry, PoolBlocks, RequestState
 from quantd.engine.pool_blocks import BlockArray
 from quantd.engine.rank_messages import RankLoaded, StartRank
@@ -56,6 +56,11 @@ class ModelPart:
         self._pool = pool
         self._kv = pool.layers()
         self._forward = forward
+
+    @property
+    def time_limit(self) -> float | None:
+        """Seconds that a step's results may be waited for, None for ever: there is no other rank."""
+        return TIME_LIMIT.total_seconds() if self._place.has_others else None
 
     def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
         """Hidden states behind the final norm, float32 [M, H]; for ranks of the first stage.

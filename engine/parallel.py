@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
+from itertools import product
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.distributed_c10d import GatherOptions, PrefixStore, Store
 
 from quantd.engine.errors import RankError
 from quantd.engine.faults import is_out_of_memory
+from quantd.engine.host_copy import HostCopy
 from quantd.engine.shard import Part
 from quantd.engine.split import World
 from quantd.kernels.errors import QuantdError
@@ -32,8 +34,11 @@ TIME_LIMIT = timedelta(seconds=120)
 
 # From this size on it pays to let every rank sum a part and to exchange the sums.
 _LARGE_BYTES = 256 << 10
+_LATER = timedelta(seconds=30)
 _TEST_SIZES = (1, 1000, 1 << 17)
+_TEST_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TEST_ROUNDS = 3
+_LARGE_TEST = 1 << 21
 _TEST_ROWS = (1, 256)
 _NO_TRUST = "the path between these devices cannot be trusted; set NCCL_P2P_DISABLE=1"
 
@@ -206,6 +211,11 @@ class Place:
     before: Link | None = None
     behind: Link | None = None
 
+    @property
+    def has_others(self) -> bool:
+        """Whether this is one rank of several."""
+        return self.group.size > 1 or self.num_stages > 1
+
 
 def connect(
     world: World,
@@ -248,15 +258,16 @@ def check_sums(group: Group, rank: int, device: torch.device) -> None:
 
     Some machines' paths between GPUs return wrong data without an error. Raises QuantdError.
     """
-    for seed in range(_TEST_ROUNDS):
-        for size in _TEST_SIZES:
-            generator = torch.Generator().manual_seed(seed)
-            parts = torch.randn(group.size, size, generator=generator).to(device)
-            if not torch.equal(group.all_reduce(parts[rank]), _ordered_sum(parts)):
-                raise QuantdError(
-                    f"a sum of {size} numbers over {group.size} ranks came out wrong: {_NO_TRUST}, or run "
-                    "without tp"
-                )
+    cases = [*product(range(_TEST_ROUNDS), _TEST_SIZES, _TEST_TYPES), (0, _LARGE_TEST, torch.float32)]
+    for seed, size, dtype in cases:
+        generator, num_drawn = torch.Generator().manual_seed(seed), min(size, max(_TEST_SIZES))
+        drawn = torch.randn(group.size, num_drawn, generator=generator).to(device, dtype)
+        parts = drawn.repeat(1, size // num_drawn)
+        if not _is_same(group.all_reduce(parts[rank]), _ordered_sum(parts)):
+            raise QuantdError(
+                f"a sum of {size} numbers ({dtype}) over {group.size} ranks came out wrong: {_NO_TRUST}, or "
+                "run without tp"
+            )
 
 
 def check_copies(group: Group, rank: int, device: torch.device) -> None:
@@ -265,8 +276,8 @@ def check_copies(group: Group, rank: int, device: torch.device) -> None:
     parts = [torch.randn(shape, generator=generator).to(device) for _ in range(group.size)]
     gathered = group.gather(parts[rank], [shape[1]] * group.size)
     received = group.broadcast(parts[rank].clone())
-    is_right = rank > 0 or torch.equal(gathered, torch.cat(parts, 1))
-    if not is_right or not torch.equal(received, parts[0]):
+    is_right = rank > 0 or _is_same(gathered, torch.cat(parts, 1))
+    if not is_right or not _is_same(received, parts[0]):
         raise QuantdError(f"numbers reached rank {rank} wrong: {_NO_TRUST}, or run without tp")
 
 
@@ -284,10 +295,16 @@ def check_links(before: Link, behind: Link, is_first: bool, width: int, device: 
         if not is_first:
             behind.send(sent)
         behind.flush()
-        if not torch.equal(arrived, sent):
+        if not _is_same(arrived, sent):
             wrong.append(num_rows)
     if wrong:
         raise QuantdError(f"{wrong[0]} rows of a stage reached the next one wrong: {_NO_TRUST}")
+
+
+def _is_same(found: Tensor, expected: Tensor) -> bool:
+    """Whether all numbers are equal. Raises RankError where what is found is not there in time."""
+    with _exchange():
+        return bool(HostCopy((found == expected).all(), TIME_LIMIT.total_seconds()).wait())
 
 
 class _Meeting:
@@ -324,7 +341,8 @@ class _Meeting:
         for name, value in _NCCL.items():
             os.environ.setdefault(name, value)
         options = ProcessGroupNCCL.Options()
-        options._timeout = self._time_limit
+        # Torch ends the process without a reason that users see: waits of our own end before it does.
+        options._timeout = self._time_limit + _LATER
         return ProcessGroupNCCL(store, rank, size, options)
 
 
@@ -337,7 +355,7 @@ def _wait(works: Sequence[Work]) -> None:
 def _exchange() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, TimeoutError) as error:
         if is_out_of_memory(error):
             raise
         reason = str(error).partition("\n")[0]

@@ -8,20 +8,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quantd.engine.batch import Batch, build_batch, prompt_logprob_positions
 from quantd.engine.config import Allowance, EngineConfig
 from quantd.engine.devices import plan_ranks, rank_memory, with_backend
-from quantd.engine.errors import CapacityError, NumericsError
+from quantd.engine.errors import CapacityError, NumericsError, RankError
 from quantd.engine.footprint import Footprint, foresee
+from quantd.engine.host_copy import HostCopy
 from quantd.engine.leading import LeadingPart, LeadingRunner, leading
 from quantd.engine.logprobs import token_logprob
 from quantd.engine.memory import GOOD_LEN, LEAST_LEN, workspace_bytes
@@ -73,7 +77,7 @@ class ModelRunner:
         hidden = self._part.forward(batch, drawn)
         drawing = self._draw(plan, select(hidden, batch.sample_rows), masks)
         prompts = self._prompt_logits(hidden, batch.prompt_rows)
-        pooled = _hidden_rows(hidden, pooled_rows(plan))
+        pooled = self._hidden_rows(hidden, pooled_rows(plan))
 
         def part(entry: PlanEntry) -> EntryOutput:
             if entry.request.request.embedding is not None:
@@ -82,7 +86,8 @@ class ModelRunner:
             return output if error is None else EntryOutput(error=error)
 
         # At once, for the next step may overwrite the hidden states.
-        return Step(plan, [part(entry) for entry in plan.entries], drawing)
+        with _in_time(plan):
+            return Step(plan, [part(entry) for entry in plan.entries], drawing)
 
     def prepare(self) -> bool:
         """See Runner."""
@@ -99,14 +104,15 @@ class ModelRunner:
     def _prompt_logits(self, hidden: Tensor, rows: Tensor) -> Iterator[Row]:
         """The logits of `rows` of hidden [M, H], computed as they are asked for, a few rows at a time."""
         for some in prompt_chunks(rows):
-            yield from self._part.decoder.logits(select(hidden, some)).cpu().numpy()
+            yield from self._on_host(self._part.decoder.logits(select(hidden, some)))
 
+    def _hidden_rows(self, hidden: Tensor, rows: list[int]) -> Iterator[HiddenRow]:
+        """These rows of hidden [M, H], in the CPU's memory."""
+        if rows:
+            yield from self._on_host(select(hidden, torch.tensor(rows, dtype=torch.int32)).float())
 
-def _hidden_rows(hidden: Tensor, rows: list[int]) -> Iterator[HiddenRow]:
-    """These rows of hidden [M, H], in the CPU's memory."""
-    if not rows:
-        return iter(())
-    return iter(select(hidden, torch.tensor(rows, dtype=torch.int32)).float().cpu().numpy())
+    def _on_host(self, rows: Tensor) -> npt.NDArray[np.float32]:
+        return HostCopy(rows, self._part.time_limit).wait().numpy()
 
 
 class Step:
@@ -119,11 +125,24 @@ class Step:
 
     def result(self) -> StepOutput:
         """See Started."""
-        samples = iter(self.drawing.result())
+        with _in_time(self.plan):
+            samples = iter(self.drawing.result())
         pairs = zip(self.plan.entries, self._parts, strict=True)
         return StepOutput(
             tuple(_with_sample(part, next(samples)) if entry.samples else part for entry, part in pairs)
         )
+
+
+@contextmanager
+def _in_time(plan: Plan) -> Iterator[None]:
+    """Say which step it was that found no end."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise RankError(
+            f"the ranks of this model wait for each other: a step of {plan.num_tokens} tokens for "
+            f"{len(plan.entries)} requests gave nothing: {error}"
+        ) from error
 
 
 class Drawing(Protocol):

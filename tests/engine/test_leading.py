@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from typing import Any, cast
 
@@ -25,8 +26,10 @@ from torch import Tensor
 from quantd.engine.config import EngineConfig
 from quantd.engine.connection import Connection
 from quantd.engine.cuda_graphs import EAGER_USES, DecodeGraphs, Replay
+from quantd.engine.errors import RankError
 from quantd.engine.forward import Eager
 from quantd.engine.gpu_runner import GpuRunner
+from quantd.engine.host_copy import HostCopy
 from quantd.engine.leading import LeadingAheadRunner, LeadingPart, LeadingRunner, leading
 from quantd.engine.memory import step_bytes
 from quantd.engine.model_part import ModelPart
@@ -275,8 +278,9 @@ def long_requests() -> list[Request]:
     return [Request(id=str(i), prompt=prompt, sampling=sampling) for i, prompt in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("name", ["tp 2", "two stages", "three stages of two"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "rank"), [("tp 2", 0), ("tp 2", 1), ("two stages", 1), ("three stages of two", 4)]
+)
 def test_a_rank_that_has_no_memory_for_a_step_keeps_all_from_it_and_a_smaller_one_is_done(
     name: str, rank: int
 ) -> None:
@@ -306,3 +310,31 @@ def test_a_rank_that_has_no_memory_for_a_step_keeps_all_from_it_and_a_smaller_on
             assert [done.token_ids for done in engine.serve(long_requests())] == alone
             made.ranks.sent, sent = [], made.ranks.sent
         assert not any(isinstance(message, Reserve) for message in sent)
+
+
+class StuckCopy(HostCopy):
+    """Of what a GPU never comes to compute."""
+
+    class Never:
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            raise AssertionError("this would last for ever")
+
+    def __init__(self, tensor: Tensor, time_limit: float | None = None) -> None:
+        super().__init__(tensor, time_limit)
+        self._event = self.Never()
+
+
+def test_a_step_for_which_ranks_wait_too_long_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantd.engine.model_part.TIME_LIMIT", timedelta(seconds=0.1))
+    for module in ("gpu_sampler", "runner"):
+        monkeypatch.setattr(f"quantd.engine.{module}.HostCopy", StuckCopy)
+    prompt_logprobs = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=0)
+    with world("tp 2") as made:
+        for params in (SamplingParams(temperature=0.0, max_tokens=4), prompt_logprobs):
+            asked = [msgspec.structs.replace(request, sampling=params) for request in requests(2, 0)]
+            runner = leading(GpuRunner(made.part, INFO), made.part)
+            with pytest.raises(RankError, match=r"a step of 6 tokens for 2 requests gave nothing: .* 0\.1 s"):
+                InProcessEngine(CONFIG, runner).serve(asked)

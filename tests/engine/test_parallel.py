@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup
 
 from quantd.engine.errors import RankError
+from quantd.engine.host_copy import HostCopy
 from quantd.engine.parallel import (
     ALONE,
     Link,
@@ -126,11 +127,45 @@ class WrongSums:
 
 def test_wrong_sums_are_found_at_the_start(ranks: RankThreads) -> None:
     def check(rank: int, place: Place) -> str:
-        with pytest.raises(QuantdError, match=r"131072 numbers over . ranks came out wrong") as caught:
+        with pytest.raises(
+            QuantdError, match=r"131072 numbers \(torch.float32\) over . ranks came out wrong"
+        ) as caught:
             check_sums(WrongSums(place), rank, CPU)  # type: ignore[arg-type]
         return str(caught.value)
 
     assert len(set(ranks.run(check))) == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(1 << 17, torch.float16), (1 << 17, torch.bfloat16), (1 << 21, torch.float32)]
+)
+def test_sums_are_tried_in_every_type_and_in_megabytes(
+    ranks: RankThreads, size: int, dtype: torch.dtype
+) -> None:
+    class WrongOnes(WrongSums):
+        def all_reduce(self, x: Tensor) -> Tensor:
+            total = self._group.all_reduce(x)
+            return -total if (len(total), total.dtype) == (size, dtype) else total
+
+    def check(rank: int, place: Place) -> None:
+        with pytest.raises(QuantdError, match=rf"{size} numbers \({dtype}\)"):
+            check_sums(WrongOnes(place), rank, CPU)  # type: ignore[arg-type]
+
+    ranks.run(check)
+
+
+def test_a_sum_that_never_comes_ends_the_start(ranks: RankThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(HostCopy):
+        def wait(self) -> Tensor:
+            raise TimeoutError(f"a GPU has not come to an end for {self._time_limit} s")
+
+    monkeypatch.setattr("quantd.engine.parallel.HostCopy", Late)
+
+    def check(rank: int, place: Place) -> None:
+        with pytest.raises(RankError, match=r"lost each other: a GPU .* 120\.0 s"):
+            check_sums(place.group, rank, CPU)
+
+    ranks.run(check)
 
 
 class WrongCopies(WrongSums):
