@@ -90,18 +90,28 @@ def _product(inputs: Inputs, weight: GpuWeight, how: Finish, tuning: Tuning, sam
 
 def _vendor(inputs: Inputs, weight: GpuWeight, how: Finish) -> Tensor:
     """The vendor's product with a plain matrix, or with a dequantized one, a bounded part of it at a time."""
-    x = inputs.values.to(how.dtype)
+    x = inputs.values
     out = torch.empty(len(x), weight.shape[0], dtype=how.dtype, device=x.device)
-    for first, last in _parts(weight, how.dtype):
-        matrix, part = _matrix(weight, first, last, how.dtype), out[:, first:last]
-        if weight.bias is None:
-            torch.mm(x, matrix.T, out=part)
-        else:
-            torch.addmm(weight.bias[first:last].to(how.dtype), x, matrix.T, out=part)
+    for first, last in _parts(weight, x.dtype):
+        bias = None if weight.bias is None else weight.bias[first:last]
+        _multiply(x, _matrix(weight, first, last, x.dtype), bias, out[:, first:last])
     if not how.logits:
         return out
     out *= how.factor
     return how.softcap * torch.tanh(out / how.softcap) if how.softcap > 0 else out
+
+
+def _multiply(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = x @ matrix.T + bias, of a matrix in x's type, which a GPU reads as it is for any type of out."""
+    if out.dtype != x.dtype:
+        # On a CPU, for the interpreter, torch has no such product.
+        out.copy_(torch.mm(x, matrix.T, out_dtype=out.dtype) if x.is_cuda else x.float() @ matrix.T.float())
+        if bias is not None:
+            out += bias
+    elif bias is None:
+        torch.mm(x, matrix.T, out=out)
+    else:
+        torch.addmm(bias.to(x.dtype), x, matrix.T, out=out)
 
 
 def _parts(weight: GpuWeight, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
@@ -121,7 +131,7 @@ def _matrix(weight: GpuWeight, first: int, last: int, dtype: torch.dtype) -> Ten
 
 
 def tune(weight: GpuWeight, dtype: torch.dtype, tuning: Tuning) -> Tuning:
-    """Time products with a weight on its GPU, for some seconds, and add the fastest plan to `tuning`."""
+    """Time products with a weight on its GPU, for half a minute, and add the best plan to `tuning`."""
 
     def measure(num_rows: int, splits: int, tile: Tile) -> float:
         x = torch.randn(num_rows, weight.shape[1], dtype=dtype, device=weight.low.device)

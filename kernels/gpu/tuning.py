@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -190,17 +190,19 @@ class Tuning:
 def search(shape: Shape, gpu: Gpu, measure: Callable[[int, int, Tile], float]) -> Plan:
     """The fastest plan for `shape` by `measure`(rows, splits, tile): a time, Inf where that cannot run.
 
-    Splits are chosen by the times of 1 and 16 rows; then a tile for each class of rows.
+    Splits are chosen by the times of 1 and 16 rows; then a tile for each class of rows, first its size and
+    then its stages: every launch is compiled first, so few are tried.
     """
     shipped = default_plan(shape, gpu)
     splits = min(
         _split_candidates(shape),
         key=lambda splits: sum(measure(rows, splits, shipped.tile(rows)) for rows in (1, 16)),
     )
-    tiles = {
-        rows: min(_tile_candidates(rows), key=lambda tile: measure(rows, splits, tile))
-        for rows in ROW_CLASSES
-    }
+    tiles = {}
+    for rows in ROW_CLASSES:
+        time = partial(measure, rows, splits)
+        sized = min(_sized_tiles(rows, shape, gpu), key=time)
+        tiles[rows] = min((replace(sized, num_stages=stages) for stages in _STAGES), key=time)
     return Plan(splits, tiles)
 
 
@@ -208,9 +210,11 @@ def _split_candidates(shape: Shape) -> list[int]:
     return [splits for splits in (1, 2, 3, 4, 6, 8, 12, 16) if splits == 1 or splits * 256 <= shape.k]
 
 
-def _tile_candidates(rows: int) -> Iterator[Tile]:
+def _sized_tiles(rows: int, shape: Shape, gpu: Gpu) -> Iterator[Tile]:
+    """Of every size, with as many stages as are shipped."""
     blocks_m = [block_m for block_m in ROW_CLASSES if rows // 2 <= block_m <= rows]
-    yield from (Tile(*sizes) for sizes in product(blocks_m, _BLOCKS_N, _WARPS, _STAGES))
+    for block_m, block_n, num_warps in product(blocks_m, _BLOCKS_N, _WARPS):
+        yield Tile(block_m, block_n, num_warps, _num_stages(block_m, block_n, shape, gpu))
 
 
 def tuning_path(folder: Path, gpu: Gpu) -> Path:

@@ -10,6 +10,7 @@ Codes of 3, 5 and 6 bits are two planes, of the low bits and of the high ones, e
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
@@ -23,6 +24,7 @@ from quantd.kernels.weights import DenseWeight, QuantizedWeight, Weight
 STRIP = 16  # outputs of a tile
 DENSE_BLOCK_K = 64
 _BLOCKS_K = (128, 64, 32, 16)
+_PART_CODES = 4 << 20  # packed at a time
 _MAX_PADDING = 1.5  # stored codes for each real one; above it a plain matrix is kept
 
 
@@ -103,25 +105,31 @@ def pack(
     Groups so small or odd that padding them to blocks of 16 would take half again the memory become a
     plain matrix.
     """
+    device = torch.device(device)
     bias = None if bias is None else bias.to(device, torch.float32).contiguous()
     if isinstance(weight, DenseWeight):
-        return _pack_dense(weight.values.to(device), bias, dtype, rounds_inputs=False)
+        return _pack_dense(weight.values, bias, device, dtype, rounds_inputs=False)
     rounds_inputs = weight.input_bits is not None
     integer = rounds_inputs and int8_dots
     blocks = _blocks(weight.group_size, min_block=32 if integer else 16)
     if blocks.block_k * blocks.blocks_per_group > _MAX_PADDING * weight.group_size and not integer:
-        return _pack_dense(weight.dequantize().to(device), bias, dtype, rounds_inputs)
-    return _pack_codes(weight, blocks, integer, bias, torch.device(device), dtype)
+        return _pack_dense(weight.dequantize(), bias, device, dtype, rounds_inputs)
+    return _pack_codes(weight, blocks, integer, bias, device, dtype)
 
 
-def _pack_dense(values: Tensor, bias: Tensor | None, dtype: torch.dtype, rounds_inputs: bool) -> GpuWeight:
+def _pack_dense(
+    values: Tensor, bias: Tensor | None, device: torch.device, dtype: torch.dtype, rounds_inputs: bool
+) -> GpuWeight:
     n, k = values.shape
     num_blocks = -(-k // DENSE_BLOCK_K)
-    padded = functional.pad(values.to(dtype), (0, num_blocks * DENSE_BLOCK_K - k)).contiguous()
+    padded_k = num_blocks * DENSE_BLOCK_K
+    low = torch.zeros(n, padded_k, dtype=dtype, device=device)
+    for rows in _parts(n, padded_k):
+        low[rows, :k] = values[rows].to(device)
     return GpuWeight(
         shape=(n, k),
         kind=Kind.DENSE,
-        low=padded,
+        low=low,
         high=None,
         low_bits=8 * dtype.itemsize,
         high_bits=0,
@@ -131,7 +139,7 @@ def _pack_dense(values: Tensor, bias: Tensor | None, dtype: torch.dtype, rounds_
         blocks_per_group=0,
         scale=None,
         offset=None,
-        index=_index(None, k, k, num_blocks * DENSE_BLOCK_K, values.device),
+        index=_index(None, k, k, padded_k, device),
         bias=bias,
         rounds_inputs=rounds_inputs,
     )
@@ -147,26 +155,30 @@ def _pack_codes(
 ) -> GpuWeight:
     n, k = weight.shape
     group, padded_group = weight.group_size, blocks.block_k * blocks.blocks_per_group
-    codes = _pad_groups(weight.codes.to(device), group, padded_group, 0)
-    codes = functional.pad(codes, (0, 0, 0, -n % STRIP))
     center = 2 ** (weight.bits - 1)
     low_bits, high_bits = (8, 0) if integer else plane_bits(weight.bits, blocks.block_k)
-    if integer:
-        low, high = pack_int8(codes, center, blocks.block_k), None
-    else:
-        low, high = pack_planes(codes, low_bits, high_bits, blocks.block_k)
+
+    def tiles(rows: slice) -> list[Tensor]:
+        """Of some outputs, in each plane."""
+        codes = _pad_groups(weight.codes[rows].to(device), group, padded_group, 0)
+        codes = functional.pad(codes, (0, 0, 0, -len(codes) % STRIP))
+        if integer:
+            return [pack_int8(codes, center, blocks.block_k)]
+        return pack_planes(codes, low_bits, high_bits, blocks.block_k)
+
+    planes = _in_parts(n, k, tiles)
     scale = weight.scale.to(device)
     offset = weight.offset.to(device) + center * scale
     return GpuWeight(
         shape=(n, k),
         kind=Kind.INT8 if integer else Kind.PACKED,
-        low=low,
-        high=high,
+        low=planes[0],
+        high=planes[1] if high_bits else None,
         low_bits=low_bits,
         high_bits=high_bits,
         center=center,
         block_k=blocks.block_k,
-        num_blocks=codes.shape[1] // blocks.block_k,
+        num_blocks=planes[0].shape[1],
         blocks_per_group=0 if weight.scale.shape[1] == 1 else blocks.blocks_per_group,
         scale=_headers(scale, dtype),
         offset=_headers(offset, dtype) if bool(offset.any()) else None,
@@ -195,10 +207,35 @@ def plane_bits(bits: int, block_k: int) -> tuple[int, int]:
     return min(pairs, key=lambda pair: (sum(pair), pair[1]))
 
 
-def pack_planes(codes: Tensor, low_bits: int, high_bits: int, block_k: int) -> tuple[Tensor, Tensor | None]:
-    """Codes uint8 [N, K], N in whole strips and K in whole blocks -> int32 words of both planes."""
+def _in_parts(n: int, k: int, tiles: Callable[[slice], list[Tensor]]) -> list[Tensor]:
+    """The tiles of all n outputs in each plane, from those of a few at a time.
+
+    What packing takes beside the result stays with torch, in pieces between results: a KV pool, which is one
+    piece, cannot have it.
+    """
+    planes: list[Tensor] = []
+    for rows in _parts(n, k):
+        parts = tiles(rows)
+        if not planes:
+            planes = [
+                torch.empty(-(-n // STRIP), *part.shape[1:], dtype=part.dtype, device=part.device)
+                for part in parts
+            ]
+        for plane, part in zip(planes, parts, strict=True):
+            plane[rows.start // STRIP : -(-rows.stop // STRIP)] = part
+    return planes
+
+
+def _parts(n: int, k: int) -> Iterator[slice]:
+    """Outputs of a matrix [n, k] that are packed together: whole strips."""
+    step = max(_PART_CODES // k // STRIP, 1) * STRIP
+    yield from (slice(first, min(first + step, n)) for first in range(0, n, step))
+
+
+def pack_planes(codes: Tensor, low_bits: int, high_bits: int, block_k: int) -> list[Tensor]:
+    """Codes uint8 [N, K], N in whole strips and K in whole blocks -> int32 words of each plane."""
     low = _pack_plane(codes & (2**low_bits - 1), low_bits, block_k)
-    return low, _pack_plane(codes >> low_bits, high_bits, block_k) if high_bits else None
+    return [low, _pack_plane(codes >> low_bits, high_bits, block_k)] if high_bits else [low]
 
 
 def _pack_plane(codes: Tensor, bits: int, block_k: int) -> Tensor:

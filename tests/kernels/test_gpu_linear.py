@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gpu_weights import TURING, exact, quantized, relative_error, split_tuning
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantd.kernels.gpu import linear as layers
+from quantd.kernels.gpu import weights as gpu_weights
 from quantd.kernels.gpu.compile import SHARED_MEMORY, Job, compile_jobs
 from quantd.kernels.gpu.dequantize import embedding
 from quantd.kernels.gpu.inputs import Inputs
@@ -301,6 +304,30 @@ def test_memory(bits: int, group_size: int, bits_a_weight: float) -> None:
     assert weight.shape == (48, 512) and weight.kind is Kind.PACKED
     assert weight.nbytes == 48 * 512 * bits_a_weight / 8
     assert weight.low.is_contiguous() and weight.low.data_ptr() % 16 == 0
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is made."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view and not str(func).startswith("aten.copy_"):
+            self.num_bytes = max(self.num_bytes, out.nbytes)
+        return out
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_packing_takes_little_beside_the_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = pack(WEIGHTS[name], None, "cpu", torch.float16)
+    monkeypatch.setattr(gpu_weights, "_PART_CODES", 16 * 192)
+    with Largest() as made:
+        parts = pack(WEIGHTS[name], None, "cpu", torch.float16)
+    assert made.num_bytes <= max(whole.low.nbytes, 2 * 16 * 192)
+    assert torch.equal(parts.low, whole.low)
+    if whole.high is not None:
+        assert parts.high is not None and torch.equal(parts.high, whole.high)
 
 
 def test_planes_fill_words() -> None:

@@ -167,6 +167,17 @@ def test_short_inputs_are_not_cut_to_pieces() -> None:
     assert tried == {1, 2}
 
 
+def test_few_launches_are_tried_as_each_is_compiled_first() -> None:
+    tried = set()
+
+    def measure(rows: int, splits: int, tile: Tile) -> float:
+        tried.add((rows, splits, tile))
+        return 1.0
+
+    search(SHAPES[0], H200, measure)
+    assert len({(rows, tile) for rows, _, tile in tried}) <= 40
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times kernels on a GPU, and there is none here")
 def test_a_shape_is_tuned_on_the_gpu() -> None:
     weight = pack(DenseWeight(torch.randn(256, 512)), None, "cuda", torch.float16)
