@@ -7,6 +7,7 @@ exchange, the tokens drawn on rank 0 too, passes from GPU to GPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import torch
@@ -18,7 +19,7 @@ from quantd.engine.gpu_sampler import GpuDrawing, GpuSampler
 from quantd.engine.leading import LeadingPart
 from quantd.engine.messages import ModelInfo
 from quantd.engine.model_part import ModelPart
-from quantd.engine.plan import Plan, Started
+from quantd.engine.plan import Plan, RequestState, Started
 from quantd.engine.runner import Drawing, Drawn, ModelRunner, Step
 from quantd.engine.token_masks import Masks
 
@@ -34,7 +35,8 @@ class GpuRunner(ModelRunner):
     def start(self, plan: Plan, before: Started | None = None) -> Step:
         """See AheadRunner."""
         batch = build_batch(plan, self.info.block_size)
-        drawn = None if before is None else _drawn_ids(before, plan, self.info.vocab_size)
+        requests = [entry.request for entry in plan.entries if entry.ahead]
+        drawn = _drawn_ids(before, requests, self.info.vocab_size) if requests else None
         return self._start(plan, batch, drawn)
 
     def _draw(self, plan: Plan, hidden: Tensor, masks: Future[Masks]) -> Drawing:
@@ -42,17 +44,16 @@ class GpuRunner(ModelRunner):
         if not drawing:
             return Drawn([])
         logits = self._part.decoder.logits(hidden)
-        num_ahead = int(drawing[0].ahead)
-        requests = [entry.request for entry in drawing]
+        requests, num_ahead = zip(*((entry.request, int(entry.ahead)) for entry in drawing), strict=True)
         return self._gpu_sampler.start(logits, requests, masks.result(), num_ahead)
 
 
-def _drawn_ids(before: Started, plan: Plan, vocab_size: int) -> Tensor:
-    """int32 [M] on the device: what the step before draws for the requests of a plan, a token each."""
+def _drawn_ids(before: Started | None, requests: Sequence[RequestState], vocab_size: int) -> Tensor:
+    """int32 [A] on the device: what the step before draws for these requests, a token each."""
     assert isinstance(before, Step) and isinstance(before.drawing, GpuDrawing), before
     drawing = [entry.request for entry in before.plan.entries if entry.samples]
     rows = {request: row for row, request in enumerate(drawing)}
-    wanted = [rows[entry.request] for entry in plan.entries]
+    wanted = [rows[request] for request in requests]
     # A request whose logits are not finite ends, but first it goes on, from any token that there is.
     ids = before.drawing.token_ids.clamp(0, vocab_size - 1)
     if wanted == list(range(len(ids))):

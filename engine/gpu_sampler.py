@@ -37,18 +37,19 @@ class GpuSampler:
         self, logits: Tensor, requests: Sequence[RequestState], masks: Masks = NO_MASKS
     ) -> list[Sample]:
         """logits: float32 [R, V] on the device, row r for requests[r], as are the masks, on the CPU."""
-        return self.start(logits, requests, masks).result()
+        return self.start(logits, requests, masks, [0] * len(requests)).result()
 
     def start(
         self,
         logits: Tensor,
         requests: Sequence[RequestState],
-        masks: Masks = NO_MASKS,
-        num_ahead: int = 0,
+        masks: Masks,
+        num_ahead: Sequence[int],
     ) -> GpuDrawing:
-        """Start to draw. num_ahead: tokens of each request before this one that nobody knows yet."""
-        draws = [_draw(state, logits.shape[1], num_ahead) for state in requests]
-        adjustments = [_adjustment(state, num_ahead) for state in requests]
+        """Start to draw. num_ahead: how many tokens of each request before this one nobody knows yet."""
+        pairs = list(zip(requests, num_ahead, strict=True))
+        draws = [_draw(state, logits.shape[1], number) for state, number in pairs]
+        adjustments = [_adjustment(state, number) for state, number in pairs]
         mask = None if masks.bits is None else torch.from_numpy(masks.bits)
         inputs = SamplingInputs.of(draws, "cpu", adjustments, mask)
         token_ids, logprobs, status = sample(logits, _moved(inputs, logits.device))

@@ -103,15 +103,21 @@ class PlanEntry:
         samples = start + num_tokens == state.num_tokens and state.request.draws
         return cls(state, start, num_tokens, samples, tuple(state.blocks))
 
-    def following(self) -> PlanEntry:
-        """What comes after an entry that draws a token."""
-        start, blocks = self.start + self.num_tokens, tuple(self.request.blocks)
-        return PlanEntry(self.request, start, 1, True, blocks, ahead=True)
+    def following(self, num_tokens: int) -> PlanEntry:
+        """The chunk that comes after this one, of so many tokens: the one that is drawn, or known ones."""
+        state, start = self.request, self.stop
+        samples = start + num_tokens >= state.num_tokens and state.request.draws
+        return PlanEntry(state, start, num_tokens, samples, tuple(state.blocks), ahead=self.samples)
+
+    @property
+    def stop(self) -> int:
+        """The position behind its last token."""
+        return self.start + self.num_tokens
 
     @property
     def num_output(self) -> int:
         """Tokens generated before the one that this entry draws."""
-        return self.start + self.num_tokens - len(self.request.request.prompt)
+        return self.stop - len(self.request.request.prompt)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from quantd.engine.cache_manager import CacheManager
@@ -125,17 +125,21 @@ class Scheduler:
         return Plan(tuple(entries))
 
     def ahead(self, plan: Plan) -> Plan | None:
-        """The plan that follows `plan` if none of its requests ends; None where that cannot be said.
+        """The plan that follows `plan` if nobody ends sooner than they must; None where that cannot be said.
 
-        It can while every request draws a token in every step and none is to be admitted or will surely end.
+        It can while all that goes on needs nothing of what the step gives but the tokens that it draws, and
+        nobody is to be admitted. Blocks that a request gets for it it keeps.
         """
-        if len(plan.entries) < len(self.running):
+        going = [entry for entry in plan.entries if not self._ends(entry)]
+        if len(plan.entries) < len(self.running) or not all(map(_is_foreseeable, going)):
             return None
-        if self.waiting and len(self.running) < self.limits.num_requests:
+        sizes = self._sizes(going)
+        if not sizes or 0 in sizes or self._may_admit(len(going), self.limits.num_tokens - sum(sizes)):
             return None
-        if not all(self._can_go_ahead(entry) for entry in plan.entries):
+        pairs = list(zip(going, sizes, strict=True))
+        if not all(self.cache.reserve(entry.request, entry.stop + size) for entry, size in pairs):
             return None
-        return Plan(tuple(entry.following() for entry in plan.entries))
+        return Plan(tuple(entry.following(size) for entry, size in pairs))
 
     def confirm(self, ahead: Plan) -> Plan:
         """The plan that was foreseen, without the requests that have ended since."""
@@ -270,18 +274,12 @@ class Scheduler:
         index, budget = 0, self.limits.num_tokens
         while index < len(self.running) and budget:
             state = self.running[index]
-            num_tokens = min(state.num_tokens - state.num_computed, self._share(index, budget))
+            share = _share(state, len(self.running) - 1 - index, budget)
+            num_tokens = min(state.num_tokens - state.num_computed, share)
             if self._make_room(state, num_tokens):
                 entries.append(PlanEntry.of(state, num_tokens))
                 budget -= num_tokens
                 index += 1
-
-    def _share(self, index: int, budget: int) -> int:
-        """What one that runs may take of a budget that has a token for each behind it."""
-        num_behind = len(self.running) - 1 - index
-        if not (num_behind and self.running[index].request.urgent):
-            return budget
-        return max(min(budget // 2, budget - num_behind), 1)
 
     def _plan_waiting(self, entries: list[PlanEntry]) -> None:
         """Admit from the queue's head while seats, budget and blocks last."""
@@ -301,14 +299,28 @@ class Scheduler:
             budget -= num_tokens
         self._waits_for = "tokens" if len(self.running) < self.limits.num_requests else "seat"
 
-    def _can_go_ahead(self, entry: PlanEntry) -> bool:
-        """Whether a request goes on with one token, and has its block. Blocks that it gets it keeps."""
-        state, sampling = entry.request, entry.request.request.sampling
-        num_output, num_tokens = entry.num_output + 1, entry.start + entry.num_tokens + 1
-        ends = num_tokens >= self.info.max_request_len or num_output == sampling.max_tokens
-        if not entry.samples or ends or sampling.looks_back:
+    def _ends(self, entry: PlanEntry) -> bool:
+        """Whether an entry is surely its request's last."""
+        if entry.stop < entry.request.num_tokens:
             return False
-        return self.cache.reserve(state, num_tokens)
+        is_full = entry.stop + 1 >= self.info.max_request_len
+        most = entry.request.request.sampling.max_tokens
+        return not entry.samples or is_full or entry.num_output + 1 == most
+
+    def _sizes(self, entries: Sequence[PlanEntry]) -> list[int]:
+        """How many tokens follow each of the entries in the next step."""
+        sizes, budget = list[int](), self.limits.num_tokens
+        for num_behind, entry in zip(reversed(range(len(entries))), entries, strict=True):
+            num_left = max(entry.request.num_tokens - entry.stop, 1)
+            sizes.append(min(num_left, _share(entry.request, num_behind, budget)))
+            budget -= sizes[-1]
+        return sizes
+
+    def _may_admit(self, num_running: int, budget: int) -> bool:
+        """Whether somebody who waits may come into a step that has so much budget left."""
+        if not self.waiting or num_running >= self.limits.num_requests:
+            return False
+        return budget > 0 or self.waiting[0].request.urgent
 
     def _confirm(self, entry: PlanEntry) -> PlanEntry:
         state = entry.request
@@ -405,3 +417,21 @@ class Scheduler:
         self.cache.free(state, forget)
         next(queue for queue in (self.running, self.waiting, self.held) if state in queue).remove(state)
         self.limits.relax()
+
+
+def _share(state: RequestState, num_behind: int, budget: int) -> int:
+    """What one that runs may take of a budget that has a token for each behind it."""
+    if not (num_behind and state.request.urgent):
+        return budget
+    return max(min(budget // 2, budget - num_behind), 1)
+
+
+def _is_foreseeable(entry: PlanEntry) -> bool:
+    """Whether what follows an entry, but for a token that it draws, is known while it computes.
+
+    What an embedding or a prompt's log probabilities are made of comes to the CPU first.
+    """
+    request = entry.request.request
+    if entry.samples:
+        return not request.sampling.looks_back
+    return request.embedding is None and request.sampling.prompt_logprobs is None

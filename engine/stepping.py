@@ -1,8 +1,9 @@
 """How plans come to be run: one after another, or each started before the one before it has ended.
 
 Between two steps an engine schedules, draws and tells what was drawn, all on the CPU. A GPU need not wait
-for that: what a decode step computes is known but for the tokens, and those are on the GPU already. So the
-next step is started while one runs; should a request have ended meanwhile, its part of it is thrown away.
+for that: what a step computes is known but for the tokens that the one before it draws, and those are on the
+GPU already. So the next step is started while one runs; should a request have ended meanwhile, its part of it
+is thrown away.
 """
 
 from __future__ import annotations

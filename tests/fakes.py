@@ -183,7 +183,12 @@ class FakePoolBlocks:
 class AheadFakeRunner(FakeRunner):
     """A FakeRunner that computes a step when it is started, in the order of the starts, as a GPU does."""
 
+    def __init__(self, info: ModelInfo) -> None:
+        super().__init__(info)
+        self.started_ahead: list[bool] = []
+
     def start(self, plan: Plan, before: FakeStarted | None = None) -> FakeStarted:
+        self.started_ahead.append(before is not None)
         return FakeStarted(plan, self._run(plan, {} if before is None else before.drawn))
 
 

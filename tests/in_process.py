@@ -50,6 +50,8 @@ class InProcessEngine:
         self.runner = runner
         self.scheduler = Scheduler(config, info)
         self._stepping = stepping_of(self.scheduler, runner)
+        goes_ahead = isinstance(self._stepping, OneAhead)
+        self._num_reserved = -(-config.max_num_tokens // info.block_size) * goes_ahead
         self._compiler = GrammarCompiler(Path(config.model_path), info.vocab_size)
 
     def serve(self, requests: Iterable[Request]) -> list[Completion]:
@@ -87,5 +89,5 @@ class InProcessEngine:
             if not (is_out_of_memory(error) and self.scheduler.put_off(plan)):
                 raise
             events = []
-        self.scheduler.check(num_reserved=isinstance(self._stepping, OneAhead))
+        self.scheduler.check(self._num_reserved)
         return events

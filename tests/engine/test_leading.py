@@ -32,6 +32,7 @@ from quantd.engine.gpu_runner import GpuRunner
 from quantd.engine.host_copy import HostCopy
 from quantd.engine.leading import LeadingAheadRunner, LeadingPart, LeadingRunner, leading
 from quantd.engine.memory import step_bytes
+from quantd.engine.messages import ModelInfo
 from quantd.engine.model_part import ModelPart
 from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.models.decoder import Decoder
@@ -241,31 +242,35 @@ def test_a_stage_goes_on_recording_when_that_of_rank_0_cannot() -> None:
 
 
 class Watched(GpuRunner):
-    """Notes how many tokens of its steps were not known when these were started."""
+    """Notes, of each step that it starts, which entries' tokens nobody knows yet."""
 
-    num_ahead = 0
+    def __init__(self, part: LeadingPart, info: ModelInfo) -> None:
+        super().__init__(part, info)
+        self.ahead: list[list[bool]] = []
 
     def start(self, plan: Plan, before: Started | None = None) -> Step:
-        self.num_ahead += sum(entry.ahead for entry in plan.entries)
+        self.ahead.append([entry.ahead for entry in plan.entries])
         return super().start(plan, before)
 
 
 @pytest.mark.parametrize("name", ["tp 2", "two stages", "three stages of two"])
 def test_steps_started_ahead_on_ranks_write_the_same_text(name: str) -> None:
-    """Requests end one after another, so that the others change their rows; eager steps, then graphs."""
+    """Requests end one after another, so that others change their rows, some beside chunks of a prompt."""
     params: list[dict[str, Any]] = [{"seed": 1}, {"temperature": 0.0}, {"seed": 2}]
     asked = [
         msgspec.structs.replace(request, sampling=SamplingParams(max_tokens=4 + 3 * i, **params[i]))
         for i, request in enumerate(requests(3, 0))
     ]
+    asked[2] = msgspec.structs.replace(asked[2], prompt=[(7 * k) % 90 + 3 for k in range(25)])
+    config = msgspec.structs.replace(CONFIG, max_num_tokens=8)
     with world(name) as made:
         gpu = Watched(made.part, INFO)
         runner = leading(gpu, made.part)
         assert isinstance(runner, LeadingAheadRunner)
-        ahead = InProcessEngine(CONFIG, runner).serve(asked)
-        assert gpu.num_ahead >= 15
+        ahead = InProcessEngine(config, runner).serve(asked)
+        assert [True, True, False] in gpu.ahead and [True, True] in gpu.ahead
         assert made.graphs[-1].num_replays >= 1
-        in_turn = InProcessEngine(CONFIG, LeadingRunner(gpu, made.part)).serve(asked)
+        in_turn = InProcessEngine(config, LeadingRunner(gpu, made.part)).serve(asked)
     assert ahead == in_turn
     assert [len(completion.token_ids) for completion in ahead] == [4, 7, 10]
 

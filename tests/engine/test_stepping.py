@@ -12,6 +12,7 @@ from fakes import (
     FakeRunner,
     FakeStarted,
     continuation,
+    make_embedding_request,
     make_info,
     make_request,
 )
@@ -35,6 +36,7 @@ class Engine:
         self.runner = runner or AheadFakeRunner(info)
         self.scheduler = Scheduler(EngineConfig(model_path="", **config), info)  # type: ignore[arg-type]
         self.stepping = stepping_of(self.scheduler, self.runner)
+        self._num_reserved = -(-self.scheduler.limits.num_tokens // info.block_size)
         self.events: dict[str, list[TokenEvent]] = defaultdict(list)
 
     def add(self, *requests: Request) -> None:
@@ -43,7 +45,7 @@ class Engine:
 
     def abort(self, name: str) -> None:
         self._note([event] if (event := self.scheduler.abort(name)) else [])
-        self.scheduler.check(num_reserved=1)
+        self.scheduler.check(self._num_reserved)
 
     def step(self) -> Plan:
         plan = self.stepping.next_plan()
@@ -53,7 +55,7 @@ class Engine:
         except MemoryError as error:
             if not self.scheduler.put_off(plan):
                 self._note(self.scheduler.fail(plan, str(error)))
-        self.scheduler.check(num_reserved=1)
+        self.scheduler.check(self._num_reserved)
         return plan
 
     def finish(self) -> None:
@@ -134,7 +136,52 @@ def test_what_looks_back_at_its_tokens_is_not_started_before_they_are_known(
     engine.add(make_request("a", [1, 2, 3], max_tokens=5), make_request("b", [4], max_tokens=3, **sampling))
     engine.finish()
     ahead = [[entry.ahead for entry in plan.entries] for plan in engine.runner.plans]
-    assert ahead == [[False, False], [False, False], [False, False], [False], [True]]
+    assert ahead == [[False, False], [False, False], [False, False], [True], [True]]
+
+
+def test_chunks_of_a_prompt_are_started_ahead_beside_tokens_that_are_drawn() -> None:
+    engine = Engine(max_num_tokens=8)
+    short, long = make_request("a", [1, 2, 3], max_tokens=9), make_request("b", list(range(40)), max_tokens=4)
+    engine.add(short)
+    engine.step()
+    engine.add(long)
+    engine.finish()
+    # The first, and that into which the second request is admitted, are not.
+    assert engine.runner.started_ahead == [False, True, False, *[True] * 8]
+    sizes = [[entry.num_tokens for entry in plan.entries] for plan in engine.runner.plans]
+    assert sizes == [[3], [1], *[[1, 7]] * 5, [1, 5], [1, 1], [1], [1]]
+    for request in (short, long):
+        assert engine.output(request.id) == continuation(request, engine.scheduler.info)[0]
+
+
+def test_who_waits_is_waited_for_only_where_there_is_room_for_them() -> None:
+    """A prompt fills every step; an urgent request would pass it, another would not."""
+    engine = Engine(max_num_tokens=8)
+    engine.add(make_request("a", [k % 50 for k in range(80)], max_tokens=1))
+    engine.step()
+    engine.add(make_request("b", [1, 2], max_tokens=1))
+    for _ in range(3):
+        engine.step()
+    assert engine.runner.started_ahead == [False, True, True, True, True]
+    engine.add(make_request("c", [1, 2], max_tokens=1, urgent=True))
+    names = [[entry.request.id for entry in engine.step().entries] for _ in range(2)]
+    assert names == [["a"], ["c", "a"]]
+    engine.finish()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        make_request("a", list(range(20)), max_tokens=1, prompt_logprobs=0),
+        make_embedding_request("a", list(range(20))),
+    ],
+    ids=["prompt logprobs", "embedding"],
+)
+def test_chunks_that_go_on_from_what_comes_to_the_cpu_are_not_started_ahead(asked: Request) -> None:
+    engine = Engine(max_num_tokens=8)
+    engine.add(asked)
+    engine.finish()
+    assert engine.runner.started_ahead == [False] * 3
 
 
 def test_a_faulty_request_ends_alone() -> None:
@@ -175,12 +222,13 @@ def test_a_step_that_has_begun_counts_though_there_is_no_memory_for_the_next() -
 
 REQUESTS = st.lists(
     st.tuples(
-        st.integers(1, 14),  # prompt length
+        st.integers(1, 28),  # prompt length
         st.integers(0, 12),  # max_tokens
         st.sets(st.integers(0, 60), max_size=12),  # stop ids
         st.integers(0, 25),  # comes at step
         st.one_of(st.none(), st.integers(1, 12)),  # leaves so many steps later
         st.booleans(),  # looks back
+        st.booleans(),  # urgent
     ),
     min_size=1,
     max_size=7,
@@ -195,7 +243,7 @@ REQUESTS = st.lists(
     st.lists(st.integers(0, 40), max_size=20),
 )
 def test_any_company_gives_each_request_its_own_tokens(
-    drawn: list[tuple[int, int, set[int], int, int | None, bool]],
+    drawn: list[tuple[int, int, set[int], int, int | None, bool, bool]],
     num_blocks: int,
     max_num_requests: int,
     max_num_tokens: int,
@@ -210,11 +258,12 @@ def test_any_company_gives_each_request_its_own_tokens(
     comes: dict[int, list[Request]] = defaultdict(list)
     leaves: dict[int, list[str]] = defaultdict(list)
     requests = {}
-    for number, (length, max_tokens, stops, start, stays, back) in enumerate(drawn):
+    for number, (length, max_tokens, stops, start, stays, back, urgent) in enumerate(drawn):
         prompt = [(number % 3 + position * position) % 50 for position in range(length)]
         penalty = {"presence_penalty": 0.5} if back else {}
+        stop_ids = tuple(sorted(stops))
         request = make_request(
-            str(number), prompt, max_tokens=max_tokens, stop_token_ids=tuple(sorted(stops)), **penalty
+            str(number), prompt, urgent=urgent, max_tokens=max_tokens, stop_token_ids=stop_ids, **penalty
         )
         requests[request.id] = request
         comes[start].append(request)
