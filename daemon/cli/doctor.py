@@ -10,7 +10,7 @@ from importlib import metadata
 import click
 
 from quantd.daemon.cli.client import DaemonClient
-from quantd.daemon.cli.gpus import ask_for_gpus, gpu_lines, gpu_section, has_c_compiler
+from quantd.daemon.cli.gpus import ask_for_gpus, gpu_lines, gpu_section, lacking_for_launches
 from quantd.daemon.cli.options import json_option
 from quantd.daemon.cli.output import print_json, spinner
 from quantd.daemon.config import Paths, client_sockets
@@ -33,13 +33,13 @@ def doctor_command(models: bool, as_json: bool) -> int:
     with spinner("looking at this machine ..."), ThreadPoolExecutor() as pool:
         asked = pool.submit(ask_for_gpus)  # for seconds, in which the rest is looked at
         findings = list(_look(models))
-        gpus, has_compiler = asked.result(), has_c_compiler()
+        gpus, lacking = asked.result(), lacking_for_launches()
     faults = [finding for finding in findings if finding.fault is not None]
-    faults += _gpu_faults(gpus, has_compiler)
+    faults += _gpu_faults(gpus, lacking)
     if as_json:
-        print_json(_report(findings, faults) | {"gpus": gpu_section(gpus, has_compiler)})
+        print_json(_report(findings, faults) | {"gpus": gpu_section(gpus, lacking)})
     else:
-        _print(findings, list(gpu_lines(gpus, has_compiler)))
+        _print(findings, list(gpu_lines(gpus, lacking)))
         click.echo(f"{len(faults)} {'fault' if len(faults) == 1 else 'faults'}." if faults else "No fault.")
     return 1 if faults else 0
 
@@ -81,8 +81,8 @@ def _daemons() -> Iterator[int]:
             continue
 
 
-def _gpu_faults(report: GpuReport | str, has_compiler: bool) -> list[Finding]:
-    problems = gpu_section(report, has_compiler)["problems"]
+def _gpu_faults(report: GpuReport | str, lacking: str | None) -> list[Finding]:
+    problems = gpu_section(report, lacking)["problems"]
     assert isinstance(problems, list)
     return [Finding("gpus", "problem", problem, fault=problem) for problem in problems]
 

@@ -5,6 +5,7 @@ For a process of its own: it imports torch and wakes every GPU. The records are 
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module, metadata
 from itertools import permutations
@@ -33,6 +34,7 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
 
     torch_cuda: the CUDA version that torch is built for, None in a build for CPUs. triton: its version,
     None where it cannot be imported. cuda_error: why torch finds no GPU, "" if it does or is not built to.
+    visible: what CUDA_VISIBLE_DEVICES says, None where nothing does.
     peers: pairs (i, j) of devices of which i reads j's memory without going through the host's.
     """
 
@@ -44,6 +46,7 @@ class GpuReport(msgspec.Struct, frozen=True, kw_only=True):
     devices: list[GpuDevice]
     peers: list[tuple[int, int]]
     cuda_error: str = ""
+    visible: str | None = None
 
 
 def collect(sys_folder: Path = Path("/sys")) -> GpuReport:
@@ -61,6 +64,7 @@ def collect(sys_folder: Path = Path("/sys")) -> GpuReport:
         devices=[_device(i, has_triton=triton is not None) for i in range(count)],
         peers=[pair for pair in permutations(range(count), 2) if torch.cuda.can_device_access_peer(*pair)],
         cuda_error=error,
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
     )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from quantd.daemon.cli.gpus import gpu_lines, gpu_problems, gpu_section
+from quantd.daemon.cli.gpus import gpu_lines, gpu_problems, gpu_section, lacking_for_launches
 from quantd.kernels.gpu.report import GpuDevice, GpuReport, collect, kernels_for
 
 DATA = Path(__file__).parents[1] / "data"
@@ -32,12 +33,12 @@ REPORT = GpuReport(
 )
 
 
-def problems(has_compiler: bool = True, **changes: object) -> list[str]:
-    return list(gpu_problems(msgspec.structs.replace(REPORT, **changes), has_compiler))
+def problems(lacking: str | None = None, **changes: object) -> list[str]:
+    return list(gpu_problems(msgspec.structs.replace(REPORT, **changes), lacking))
 
 
 def test_two_gpus_without_faults() -> None:
-    assert list(gpu_lines(REPORT, True)) == [
+    assert list(gpu_lines(REPORT, None)) == [
         ("driver", "570.1"),
         ("torch", "built for CUDA 12.8"),
         ("triton", "3.9.0"),
@@ -45,12 +46,12 @@ def test_two_gpus_without_faults() -> None:
         ("gpu 1", "RTX 2070, sm_75, 7.0 GB of 8.0 GB free; some"),
         ("peers", "none, ranks exchange through the host's memory"),
     ]
-    assert gpu_section(REPORT, True)["problems"] == []
+    assert gpu_section(REPORT, None)["problems"] == []
 
 
 @pytest.mark.parametrize(("peers", "line"), [([(0, 1), (1, 0)], "0-1"), ([(0, 1)], "none, ranks")])
 def test_peers_are_those_that_reach_each_other(peers: list[tuple[int, int]], line: str) -> None:
-    lines = dict(gpu_lines(msgspec.structs.replace(REPORT, peers=peers), True))
+    lines = dict(gpu_lines(msgspec.structs.replace(REPORT, peers=peers), None))
     assert lines["peers"].startswith(line)
 
 
@@ -69,7 +70,12 @@ def test_peers_are_those_that_reach_each_other(peers: list[tuple[int, int]], lin
         ),
         ({"cuda_error": "driver too old", "devices": []}, "(driver too old)", "update the driver"),
         ({"triton": None}, "triton cannot be imported", "pip install triton"),
-        ({"has_compiler": False}, "needs a C compiler", "install gcc"),
+        ({"lacking": "triton needs this: install that"}, "triton needs this", "install that"),
+        (
+            {"cuda_error": "No CUDA GPUs are available", "visible": "7", "devices": []},
+            "CUDA_VISIBLE_DEVICES is '7'",
+            "unset it",
+        ),
         (
             {"devices": [ADA, msgspec.structs.replace(TURING, capability=61, kernels="")]},
             "gpu 1 (RTX 2070) is sm_61",
@@ -85,15 +91,33 @@ def test_each_fault_comes_with_its_remedy(changes: dict[str, object], fault: str
 
 def test_nothing_is_wrong_with_a_machine_that_has_no_gpu() -> None:
     assert (
-        problems(driver=None, boards=[], devices=[], torch_cuda=None, triton=None, has_compiler=False) == []
+        problems(driver=None, boards=[], devices=[], torch_cuda=None, triton=None, lacking="a compiler") == []
     )
 
 
+def test_gpus_that_are_hidden_are_no_fault() -> None:
+    hidden = msgspec.structs.replace(REPORT, devices=[], cuda_error="No CUDA GPUs are available", visible="")
+    assert dict(gpu_lines(hidden, None))["devices"] == "none, hidden by CUDA_VISIBLE_DEVICES"
+    assert list(gpu_problems(hidden, None)) == []
+
+
+def test_what_launches_need_is_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(sysconfig, "get_path", lambda *_: str(tmp_path))
+    lacking = lacking_for_launches()
+    assert lacking is not None and str(tmp_path / "Python.h") in lacking and "python3-dev" in lacking
+    (tmp_path / "Python.h").touch()
+    assert lacking_for_launches() is None
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "install gcc" in (lacking_for_launches() or "")
+
+
 def test_a_helper_that_fails_is_reported() -> None:
-    assert gpu_section("No module named 'torch'", True) == {
+    assert gpu_section("No module named 'torch'", None) == {
         "problems": ["the GPUs cannot be looked at: No module named 'torch'"]
     }
-    assert list(gpu_lines("killed", True)) == [("problem", "the GPUs cannot be looked at: killed")]
+    assert list(gpu_lines("killed", None)) == [("problem", "the GPUs cannot be looked at: killed")]
 
 
 def test_boards_and_drivers_are_found_in_sys(tmp_path: Path) -> None:
