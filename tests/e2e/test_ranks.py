@@ -51,8 +51,8 @@ class Case:
 
 
 CASES = {
-    "tp 2, act-order": Case("autogptq-4b-g32-sym-desc", {"tp": 2}, EXACT),
-    "tp 4, W8A8": Case("ct-w8a8-dynamic", {"tp": 4}, EXACT),
+    "tp 4, act-order": Case("autogptq-4b-g32-sym-desc", {"tp": 4}, EXACT),
+    "tp 2, W8A8": Case("ct-w8a8-dynamic", {"tp": 2}, EXACT),
     "tp 2 of two stages, 8 bit": Case("autogptq-8b-gm1-asym", {"tp": 2, "split": "auto"}, EXACT),
     # As users run it: INT8 inputs and an INT8 cache.
     "two stages": Case("gptqmodel-4b-g32-v2", {"split": "1,1"}, {}, same_bits=True),
@@ -120,7 +120,7 @@ def test_ranks_answer_as_one_does(name: str) -> None:
     )
 
 
-CONFIG = CASES["tp 2, act-order"].config(tp=2)
+CONFIG = CASES["tp 4, act-order"].config(tp=2)
 LONG = Request(id="long", prompt=[5, 6, 7], sampling=SamplingParams(max_tokens=200))
 
 Scenario = Callable[[], Coroutine[Any, Any, None]]
@@ -164,7 +164,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
 
 @run
 async def test_a_rank_killed_in_a_step_ends_the_engine_with_the_reason() -> None:
-    async with running(CASES["tp 4, W8A8"].config(tp=4)) as (client, ranks):
+    async with running(CASES["tp 4, act-order"].config(tp=4)) as (client, ranks):
         async with aclosing(client.generate(LONG)) as stream:
             await anext(stream)
             os.kill(ranks[1].pid, signal.SIGKILL)
@@ -262,7 +262,7 @@ async def test_a_cancelled_load_leaves_no_rank() -> None:
 )
 def test_what_a_model_cannot_be_dealt_out_to_is_refused(ranks: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        build_runner(CASES["tp 2, act-order"].config(**ranks), lambda done, total: None)
+        build_runner(CASES["tp 4, act-order"].config(**ranks), lambda done, total: None)
     assert own_children() == []
 
 

@@ -29,6 +29,7 @@ from quantd.engine.weights import load_weights
 from quantd.kernels.reference import ReferenceOps
 
 OPS = ReferenceOps("fp32")
+ROUNDING = ReferenceOps()
 BLOCK_SIZE = 16
 NUM_LAYERS = 3
 WORLDS = {
@@ -122,10 +123,10 @@ def checkpoint_of(name: str) -> FakeCheckpoint:
     return CHECKPOINTS[name]()
 
 
-def part_of(checkpoint: FakeCheckpoint, place: Place) -> ModelPart:
+def part_of(checkpoint: FakeCheckpoint, place: Place, ops: ReferenceOps = OPS) -> ModelPart:
     spec = decoder_spec(checkpoint.config)
-    weights = load_weights(spec, checkpoint, OPS, lambda done, total: None, place.part)
-    decoder = Decoder(spec, weights, OPS, place.part, place.group)
+    weights = load_weights(spec, checkpoint, ops, lambda done, total: None, place.part)
+    decoder = Decoder(spec, weights, ops, place.part, place.group)
     config = EngineConfig(model_path="", kv_dtype="fp32", block_size=BLOCK_SIZE)
     return LoadedPart(config, decoder, place, CPU).allocate(16)
 
@@ -159,33 +160,54 @@ def steps() -> list[Plan]:
     ]
 
 
-def all_logits(part: ModelPart) -> Tensor:
-    """Of every token of `steps`, on rank 0."""
+def outputs(part: ModelPart) -> list[tuple[Tensor, Tensor]]:
+    """Hidden states and, whole on rank 0, logits of every token of `steps`; none behind the first stage."""
     found = []
     for plan in steps():
         # As it comes to other ranks.
         batch = batch_of(step_of(build_batch(plan, BLOCK_SIZE)))
         if part.decoder.part.has_ends:
-            found.append(part.decoder.logits(part.forward(batch)))
+            hidden = part.forward(batch)
+            found.append((hidden, part.decoder.logits(hidden)))
         else:
             part.follow(batch)
-    return torch.cat(found) if found else torch.empty(0)
+    return found
+
+
+def logits_of(part: ModelPart) -> Tensor:
+    return torch.cat([logits for _, logits in outputs(part)])
 
 
 @cache
-def logits_of_one_rank(name: str) -> Tensor:
-    return all_logits(part_of(checkpoint_of(name), Place(Part(range(NUM_LAYERS)))))
+def logits_of_one_rank(name: str, ops: ReferenceOps = OPS) -> Tensor:
+    return logits_of(part_of(checkpoint_of(name), Place(Part(range(NUM_LAYERS))), ops))
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_ranks_give_the_logits_of_one(ranks: RankThreads, name: str) -> None:
+    """And among themselves the same bits, from which any of them would draw the same tokens."""
     expected = logits_of_one_rank(name)
-    logits = ranks.run(lambda rank, place: all_logits(part_of(checkpoint_of(name), place)))[0]
+    found = ranks.run(lambda rank, place: outputs(part_of(checkpoint_of(name), place)))
+    logits = torch.cat([logits for _, logits in found[0]])
     assert logits.shape == expected.shape == (110, 101)
+    assert torch.equal(logits.argmax(1), expected.argmax(1))
     if ranks.world.tp == 1:
         assert torch.equal(logits, expected)
     else:
         assert relative_error(logits, expected) <= 1e-5
+    for others in found[1 : ranks.world.tp]:
+        for (hidden, _), (ours, _) in zip(others, found[0], strict=True):
+            assert torch.equal(hidden, ours)
+
+
+def test_ranks_that_round_inputs_are_as_exact_as_one(ranks: RankThreads) -> None:
+    """W8A8 as it is served: with tp not one rank's numbers, but no further from those without rounding."""
+    exact, one = logits_of_one_rank("W8A8"), logits_of_one_rank("W8A8", ROUNDING)
+    found = ranks.run(lambda rank, place: outputs(part_of(checkpoint_of("W8A8"), place, ROUNDING)))
+    logits = torch.cat([logits for _, logits in found[0]])
+    assert torch.equal(logits, one) == (ranks.world.tp == 1)
+    assert (logits - exact).square().mean() <= 1.05 * (one - exact).square().mean()
+    assert relative_error(logits, one) <= relative_error(one, exact) <= 0.02
 
 
 def test_ranks_hold_the_weights_between_them(ranks: RankThreads) -> None:
