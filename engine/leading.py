@@ -48,7 +48,7 @@ class LeadingPart:
         self._reserved = 0
         self.ranks.send(Prepare())
         more = self._part.prepare()
-        return any([more, *(answer.more for answer in self.ranks.collect(Prepared))])
+        return any([more, *(answer.more for answer in self.ranks.collect(Prepared, self.time_limit))])
 
     def _reserve(self, num_bytes: int) -> None:
         """Ask every rank for the memory of a step before any begins: in the middle none can stop without the
@@ -57,8 +57,8 @@ class LeadingPart:
         if num_bytes <= self._reserved:
             return
         self.ranks.send(Reserve(num_bytes))
-        answers = [self._part.shortage(num_bytes), *(a.shortage for a in self.ranks.collect(Reserved))]
-        shortages = [answer for answer in answers if answer is not None]
+        own, others = self._part.shortage(num_bytes), self.ranks.collect(Reserved, self.time_limit)
+        shortages = [text for text in (own, *(other.shortage for other in others)) if text is not None]
         self._reserved = 0 if shortages else num_bytes
         if shortages:
             raise StepMemoryError(f"a rank has not the {num_bytes} bytes that a step takes: {shortages[0]}")

@@ -64,30 +64,29 @@ def bounded(room: Room, bound: int) -> Room:
 def workspace_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
     """What computing takes on a GPU beside weights and pool, at most.
 
-    The largest step, the partial results of attention once more for recorded ones, and what libraries and
-    kernels take.
+    The largest step, and the partial results of attention once more for recorded ones.
     """
     from quantd.kernels.gpu.attention_plan import SCRATCH_BYTES  # needs triton
 
     num_logits = max(config.max_num_requests, PROMPT_ROWS)
     step = step_bytes(spec, config.max_num_tokens, num_logits, on_gpu=True)
-    return step + SCRATCH_BYTES + _LIBRARY_BYTES
+    return step + SCRATCH_BYTES
 
 
 def step_bytes(spec: DecoderSpec, num_rows: int, num_logits: int, on_gpu: bool) -> int:
     """What a step takes on a rank, a bound: all values counted as float32, as if the rank were alone.
 
     A layer's activations, logits with a copy that is adjusted and one on its way, and on a GPU the partial
-    results of attention.
+    results of attention and what libraries and kernels take.
     """
-    heads, scratch = spec.heads, 0
+    heads, fixed = spec.heads, 0
     if on_gpu:
         from quantd.kernels.gpu.attention_plan import SCRATCH_BYTES  # needs triton
 
-        scratch = SCRATCH_BYTES
+        fixed = SCRATCH_BYTES + _LIBRARY_BYTES
     width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
     activations = 4 * num_rows * (4 * spec.hidden_size + 2 * width + 3 * spec.intermediate_size)
-    return activations + scratch + 3 * 4 * num_logits * spec.vocab_size
+    return activations + fixed + 3 * 4 * num_logits * spec.vocab_size
 
 
 def plan_blocks(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import msgspec
@@ -67,11 +67,17 @@ class Ranks:
         """The same to all. Raises RankError where one is gone."""
         self._send_to(self._processes, message)
 
-    def collect(self, kind: type[T]) -> list[T]:
-        """Wait for one answer of each, in any order. Raises RankError where one fails."""
+    def collect(self, kind: type[T], time_limit: float | None = None) -> list[T]:
+        """Wait for one answer of each, in any order, so many seconds for the next at most.
+
+        Raises RankError where one fails or is late.
+        """
         found: list[T] = []
         while len(found) < len(self._processes):
-            answer = self._answers.get()
+            try:
+                answer = self._answers.get(timeout=time_limit)
+            except Empty:
+                raise RankError(f"a rank of this model has said nothing for {time_limit:g} s") from None
             if isinstance(answer, Failed):
                 raise RankError(answer.message)
             assert isinstance(answer, kind), answer

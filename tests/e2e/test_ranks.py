@@ -26,8 +26,9 @@ from test_daemon import DATA, STORY, serve, until, wait_for_text
 
 from quantd.engine.client import ENGINE_COMMAND, EngineClient
 from quantd.engine.config import EngineConfig
-from quantd.engine.errors import EngineDiedError, NumericsError, RequestError
+from quantd.engine.errors import EngineDiedError, NumericsError, RankError, RequestError
 from quantd.engine.leading import LeadingRunner
+from quantd.engine.rank_messages import RankReady
 from quantd.engine.ranks import Ranks
 from quantd.engine.request import EmbeddingParams, Pooling, Request, SamplingParams, TokenLogprob
 from quantd.engine.runner import build_runner
@@ -306,6 +307,17 @@ def test_the_daemon_reports_a_killed_rank_and_loads_the_model_again(home: Path) 
         daemon.process.kill()
         daemon.process.wait()
         assert_gone(again)
+
+
+def test_a_rank_that_does_not_answer_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = (sys.executable, "-c", "import sys; sys.stdin = open(int(sys.argv[1])); sys.stdin.read()")
+    monkeypatch.setattr("quantd.engine.ranks.RANK_COMMAND", silent)
+    ranks = Ranks(EngineConfig(model_path="none"), World(1, ((0, 1), (1, 2))), lambda failed: None)
+    try:
+        with pytest.raises(RankError, match=r"has said nothing for 0\.1 s"):
+            ranks.collect(RankReady, 0.1)
+    finally:
+        ranks.close()
 
 
 def test_where_ranks_met_stays_theirs_when_they_are_gone() -> None:

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from quantd.engine.errors import CapacityError, RankError
+from quantd.engine.errors import CapacityError, RankError, StepMemoryError
 from quantd.engine.faults import is_gpu_fault, is_out_of_memory, kind_of
 
 CALLOC = "NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc async 608 bytes"
@@ -34,6 +34,7 @@ CALLOC = "NCCL error: unhandled cuda error\nLast error:\nFailed to CUDA calloc a
         ),
         (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), "MemoryError"),
         (MemoryError(), "MemoryError"),
+        (StepMemoryError("a rank has not the 8 bytes that a step takes"), "StepMemoryError"),
     ],
 )
 def test_want_of_memory_is_known_by_whatever_name(error: Exception, kind: str) -> None:

@@ -123,7 +123,7 @@ class Led:
         for connection in self._theirs:
             connection.send(message)
 
-    def collect(self, kind: type[FromRank]) -> list[FromRank]:
+    def collect(self, kind: type[FromRank], time_limit: float | None) -> list[FromRank]:
         answers = [connection.receive(self._decoder) for connection in self._theirs]
         assert all(isinstance(answer, kind) for answer in answers)
         return answers
