@@ -137,7 +137,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
                 raise RequestError(f"token id {token_id} is not in 0..{self.vocab_size - 1}", "prompt")
         request.sampling.validate(self.vocab_size)
         if request.embedding is not None:
-            assert not request.draws, "an embedding goes with max_tokens 0"
+            if request.draws:
+                raise RequestError("an embedding draws no tokens: it goes with max_tokens 0", "max_tokens")
             self._check_dimensions(request.embedding.dimensions)
 
     def _check_dimensions(self, dimensions: int | None) -> None:
