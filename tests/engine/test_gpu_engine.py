@@ -221,22 +221,28 @@ def test_embeddings_are_those_of_the_reference(folder: Path) -> None:
 
 
 class Watched:
-    """A runner that notes which of its steps are started ahead."""
+    """A runner that notes which of its steps are started ahead, and for which entries of each."""
 
     def __init__(self, runner: AheadRunner) -> None:
         self.info, self.pool_blocks = runner.info, runner.pool_blocks
         self.run, self.prepare = runner.run, runner.prepare
         self.ahead: list[bool] = []
+        self.entries: list[list[bool]] = []
         self._runner = runner
 
     def start(self, plan: Plan, before: Started | None = None) -> Started:
         self.ahead.append(before is not None)
+        self.entries.append([entry.ahead for entry in plan.entries])
         return self._runner.start(plan, before)
 
 
 def test_steps_started_ahead_write_the_same_text(folder: Path) -> None:
-    """One request after another stops or is full, with seeds and without; the others go on."""
-    built = build(config_of(folder))
+    """One request after another stops or is full, with seeds and without; the others go on.
+
+    The second prompt comes in chunks, beside a token that is drawn.
+    """
+    config = config_of(folder, max_num_tokens=4)
+    built = build(config)
     assert isinstance(built, GpuRunner)
     runner = Watched(built)
     asked = [
@@ -244,16 +250,17 @@ def test_steps_started_ahead_write_the_same_text(folder: Path) -> None:
         for request, params in zip(
             requests(0),
             [
-                {"max_tokens": 12, "temperature": 0.8, "seed": 3, "stop_token_ids": tuple(range(0, 40, 5))},
-                {"max_tokens": 10, "temperature": 0.0, "logprobs": 2},
-                {"max_tokens": 14, "temperature": 1.0, "seed": 9, "min_tokens": 6, "stop_token_ids": (1, 2)},
+                {"max_tokens": 6, "temperature": 0.8, "seed": 3, "stop_token_ids": tuple(range(0, 40, 5))},
+                {"max_tokens": 3, "temperature": 0.0, "logprobs": 2},
+                {"max_tokens": 5, "temperature": 1.0, "seed": 9, "min_tokens": 3, "stop_token_ids": (1, 2)},
             ],
             strict=True,
         )
     ]
-    ahead = InProcessEngine(config_of(folder), runner).serve(asked)
-    assert runner.ahead.count(True) >= 9
-    in_turn = InProcessEngine(config_of(folder), ModelRunner(built._part, GpuSampler(), built.info))
+    ahead = InProcessEngine(config, runner).serve(asked)
+    assert [True, False] in runner.entries
+    assert runner.ahead.count(True) >= 4
+    in_turn = InProcessEngine(config, ModelRunner(built._part, GpuSampler(), built.info))
     assert ahead == in_turn.serve(asked)
 
 
