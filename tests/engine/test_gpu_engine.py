@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
@@ -22,6 +23,7 @@ from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 
 from quantd.engine import devices, model_part
+from quantd.engine.client import EngineClient
 from quantd.engine.config import EngineConfig
 from quantd.engine.cuda_graphs import EAGER_USES, CudaRecorder, DecodeGraphs, Record, Replay
 from quantd.engine.devices import keeps_bits, with_backend
@@ -376,6 +378,23 @@ def test_an_engine_on_a_gpu_replays_and_writes_the_same_text(folder: Path) -> No
         pass
     alone = InProcessEngine(config, runner).serve_alone(requests(20))
     assert token_ids(InProcessEngine(config, runner).serve(requests(20))) == first == token_ids(alone)
+
+
+@on_a_gpu
+def test_an_engine_s_own_process_writes_the_same_text_and_ends(folder: Path) -> None:
+    config = config_of(folder, backend="auto")
+    request = requests(20)[0]
+
+    async def serve() -> list[int]:
+        client = await EngineClient.start(config)
+        try:
+            assert client.info.backend.startswith("gpu")
+            return [token async for event in client.generate(request) for token in event.token_ids]
+        finally:
+            await client.close()
+
+    (here,) = token_ids(InProcessEngine(config, build(config)).serve([request]))
+    assert asyncio.run(asyncio.wait_for(serve(), 120)) == here
 
 
 @on_a_gpu
