@@ -182,10 +182,12 @@ def _attention_spec(
     special: bool = False,
     min_capability: int = 80,
     num_warps: int = 4,
+    queries: str = "",
 ) -> KernelSpec:
-    """page: type of the pool, and of queries too, but fp16 beside INT8. special: with window and soft cap."""
+    """page: type of the pool. special: with window and soft cap. queries: their type, if not the pool's."""
     is_int8 = page == "int8"
-    dtype, pool, scale = ("*fp16", "*i32", "*fp32") if is_int8 else (f"*{page}", f"*{page}", None)
+    pool, scale = ("*i32", "*fp32") if is_int8 else (f"*{page}", None)
+    dtype = f"*{queries or page}"
     scratch = None if direct else "*fp32"
     pointers = {"q": dtype, "out": dtype, "k": pool, "v": pool, "k_scale": scale, "v_scale": scale}
     pointers |= {"partial": scratch, "partial_sums": scratch}
@@ -203,13 +205,14 @@ def _attention_spec(
         "TILE_ROWS": tile_rows,
         "DIRECT": direct,
     }
-    name = f"attention {page} d{head_dim} {tile_rows} x {tile_len} {'direct' if direct else 'split'}"
+    form = f"d{head_dim} {tile_rows} x {tile_len} {'direct' if direct else 'split'}"
+    name = f"attention {page} of {dtype[1:]} {form}"
     options = {"num_warps": num_warps, "has_dot": True, "min_capability": min_capability}
     return _spec(attention_kernel, name, pointers, constants, **options)
 
 
 def _merge_spec(head_dim: int, is_int8: bool, has_window: bool, is_last: bool) -> KernelSpec:
-    pointers = {"out": "*fp16", "partial": "*fp32", "partial_sums": "*fp32"}
+    pointers = {"out": "*bf16", "partial": "*fp32", "partial_sums": "*fp32"}
     pointers |= dict.fromkeys(("positions", "query_start"), "*i32")
     constants = _constants(HeadShape(4, 1, head_dim), Tiling(32), tl.float16, False, has_window)
     constants |= {"INT8": is_int8, "IS_FIRST": is_last, "IS_LAST": is_last}
@@ -219,20 +222,20 @@ def _merge_spec(head_dim: int, is_int8: bool, has_window: bool, is_last: bool) -
 
 
 SPECS = (
-    _attention_spec("int8", 64, 64, 16, direct=False),
-    _attention_spec("int8", 64, 64, 32, direct=True),
-    _attention_spec("int8", 80, 64, 32, direct=True, special=True),
-    _attention_spec("int8", 128, 64, 16, direct=False),
-    _attention_spec("int8", 128, 64, 32, direct=True),
-    _attention_spec("int8", 128, 32, 16, direct=False),
-    _attention_spec("int8", 128, 32, 32, direct=True),
-    _attention_spec("int8", 256, 32, 16, direct=False, special=True),
-    _attention_spec("int8", 256, 32, 16, direct=True, special=True),
+    _attention_spec("int8", 64, 64, 16, direct=False, queries="fp16"),
+    _attention_spec("int8", 64, 64, 32, direct=True, queries="bf16"),
+    _attention_spec("int8", 80, 64, 32, direct=True, queries="fp16", special=True),
+    _attention_spec("int8", 128, 64, 16, direct=False, queries="bf16"),
+    _attention_spec("int8", 128, 64, 32, direct=True, queries="bf16"),
+    _attention_spec("int8", 128, 32, 16, direct=False, queries="fp16"),
+    _attention_spec("int8", 128, 32, 32, direct=True, queries="fp16"),
+    _attention_spec("int8", 256, 32, 16, direct=False, queries="bf16", special=True),
+    _attention_spec("int8", 256, 32, 16, direct=True, queries="bf16", special=True),
     _attention_spec("fp16", 128, 64, 16, direct=False),
-    _attention_spec("fp16", 128, 64, 32, direct=True),
+    _attention_spec("bf16", 128, 64, 32, direct=True),
     _attention_spec("bf16", 96, 32, 32, direct=True),
-    _attention_spec("fp16", 256, 32, 16, direct=True),
-    _attention_spec("int8", 128, 16, 16, direct=False, min_capability=75),
+    _attention_spec("bf16", 256, 32, 16, direct=True),
+    _attention_spec("int8", 128, 16, 16, direct=False, queries="fp16", min_capability=75),
     _attention_spec("fp16", 256, 16, 16, direct=True, min_capability=75, num_warps=8),
     _merge_spec(128, is_int8=True, has_window=False, is_last=True),
     _merge_spec(256, is_int8=False, has_window=True, is_last=False),

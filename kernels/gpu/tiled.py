@@ -273,7 +273,7 @@ def _spec(
 def _specs() -> Iterator[KernelSpec]:
     yield _spec("w4 fp16", "fp16", (4, 0), 128, 16)
     yield _spec("w4 bf16 offset", "bf16", (4, 0), 128, 16, offset=True, bias=True, out="bf16")
-    yield _spec("w4 fp16", "fp16", (4, 0), 128, 64, out="fp16")
+    yield _spec("w4 bf16", "bf16", (4, 0), 128, 64, out="bf16")
     yield _spec("w2 bf16", "bf16", (2, 0), 64, 32)
     yield _spec("w3 fp16 offset", "fp16", (2, 1), 128, 16, offset=True)
     yield _spec("w4 fp16 k32 offset", "fp16", (4, 0), 32, 32, offset=True)
