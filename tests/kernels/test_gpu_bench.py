@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench.gpu_sides.interpreter import bfloat16_bits
 
 SCRIPT = Path(__file__).parents[1] / "bench" / "gpu.py"
 
@@ -54,6 +55,14 @@ def test_the_goals_are_in_the_table(table: dict[str, Any]) -> None:
         "rope and KV write, fp16, 4 tokens": 0.8,
         "tiny decode, one client": 220,
     }
+
+
+def test_what_the_interpreter_makes_a_bfloat16_is_what_torch_does() -> None:
+    torch.manual_seed(0)
+    edges = [0.0, -0.0, 1.0 + 2**-8, 1.0 + 3 * 2**-8, 3.4e38, torch.inf, -torch.inf, torch.nan, 1e-45, 1e-39]
+    values = torch.cat([torch.tensor(edges), torch.randn(3000) * 10.0 ** torch.randint(-38, 38, (3000,))])
+    ours = torch.from_numpy(bfloat16_bits(values.numpy()).view("int16")).view(torch.bfloat16)
+    torch.testing.assert_close(ours, values.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure for minutes")

@@ -28,7 +28,7 @@ def as_on_a_gpu(replace: Callable[[object, str, object], None] = setattr) -> Non
 
     def rounding_cast(self: Any, source: Any, dtype: Any) -> Any:
         if source.dtype.scalar == tl.float32 and dtype.scalar == tl.bfloat16:
-            return TensorHandle(_bfloat16(source.data), tl.bfloat16)
+            return TensorHandle(bfloat16_bits(source.data), tl.bfloat16)
         return cast(self, source, dtype)
 
     replace(InterpreterBuilder, "create_dot", dot)
@@ -42,7 +42,7 @@ def _numbers(handle: Any) -> Any:
     return handle.data.astype(np.float64)
 
 
-def _bfloat16(values: Any) -> Any:
+def bfloat16_bits(values: Any) -> Any:
     """The bits, uint16, of float32 rounded half to even; a NaN stays one."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = bits + 0x7FFF + (bits >> 16 & 1)
