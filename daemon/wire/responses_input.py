@@ -137,7 +137,7 @@ def content_text(content: Content, where: str) -> str:
 
 
 def _part_text(part: Mapping[str, Any], where: str) -> str:
-    kind = part.get("type")
+    kind = str(part.get("type"))
     if kind not in _TEXTS:
         raise RequestError(f"{where}: parts of type {kind!r} are not supported, only text", where)
     text = part.get(_TEXTS[kind])
@@ -186,6 +186,8 @@ def _full_item(item: Item, key: str, store: ResponseStore) -> Item:
     if kind == "item_reference":
         return store.item(str(item.get("id")))
     id = item.get("id") or f"{_ID_PREFIXES.get(kind, 'item')}_{key}"
+    if not isinstance(id, str):
+        raise RequestError(f"input: the id of an item must be a string, got {id!r}", "input")
     full: Item = {"status": "completed"} | item | {"type": kind, "id": id}
     if kind == "message" and isinstance(item.get("content"), str):
         part = "output_text" if item.get("role") == "assistant" else "input_text"

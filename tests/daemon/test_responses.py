@@ -413,6 +413,12 @@ REFUSALS = [
     (function("read") | {"tool_choice": {"type": "web_search"}}, "tool_choice", "web_search"),
     (function("read") | {"tool_choice": ALLOWED | {"tools": []}}, "tool_choice"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+    (
+        {"input": [{"role": "user", "content": [{"type": ["input_text"], "text": "Hi"}]}]},
+        "input[0].content[0]",
+    ),
+    ({"input": [{"role": "user", "content": "Hi", "id": ["a"]}]}, "input", "string"),
+    ({"input": [{"role": "user", "content": "Hi", "id": {"a": 1}}]}, "input", "string"),
 ]
 
 

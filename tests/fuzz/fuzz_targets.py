@@ -222,7 +222,7 @@ def _ollama_embeddings(body: Any) -> object:
 
 def _response(body: Any) -> object:
     items = input_items(body.input or [], "key", ResponseStore())
-    return body.neutral(items, 0)
+    return frozenset(item["id"] for item in items), _used(body.neutral(items, 0))
 
 
 openai = _requests(
