@@ -245,7 +245,7 @@ def open_disk_cache(config: EngineConfig, runner: Runner, put: Callable[[FromDis
     if config.prefix_folder is None or not config.prefix_caching or config.disk_cache == 0:
         return NO_DISK
     if runner.pool_blocks is None:
-        logger.info("no prefixes are kept on disk: that needs a model on the CPU, in one rank")
+        logger.info("no prefixes are kept on disk: that needs a model in one rank")
         return NO_DISK
     try:
         return BlocksOnDisk(config, Path(config.prefix_folder), runner.pool_blocks, put)

@@ -19,7 +19,7 @@ from quantd.engine.gpu_sampler import GpuDrawing, GpuSampler
 from quantd.engine.leading import LeadingPart
 from quantd.engine.messages import ModelInfo
 from quantd.engine.model_part import ModelPart
-from quantd.engine.plan import Plan, RequestState, Started
+from quantd.engine.plan import Plan, PoolBlocks, RequestState, Started
 from quantd.engine.runner import Drawing, Drawn, ModelRunner, Step
 from quantd.engine.token_masks import Masks
 
@@ -27,9 +27,11 @@ from quantd.engine.token_masks import Masks
 class GpuRunner(ModelRunner):
     """The AheadRunner of a decoder (see quantd.engine.plan)."""
 
-    def __init__(self, part: ModelPart | LeadingPart, info: ModelInfo) -> None:
+    def __init__(
+        self, part: ModelPart | LeadingPart, info: ModelInfo, pool_blocks: PoolBlocks | None = None
+    ) -> None:
         self._gpu_sampler = GpuSampler(part.time_limit)
-        super().__init__(part, self._gpu_sampler, info)
+        super().__init__(part, self._gpu_sampler, info, pool_blocks)
 
     @torch.inference_mode()
     def start(self, plan: Plan, before: Started | None = None) -> Step:

@@ -119,15 +119,19 @@ class ModelPart:
         return step_bytes(self.decoder.spec, num_rows, num_logits, self._device.type == "cuda")
 
     def blocks(self) -> PoolBlocks | None:
-        """The pool's blocks as bytes, of a model that is all here, on a CPU, and has been checked."""
-        if self._device.type != "cpu" or not self.decoder.is_whole or self._place.group.size > 1:
+        """The pool's blocks as bytes, of a model that is all here and has been checked."""
+        if not self.decoder.is_whole or self._place.group.size > 1:
             return None
         ops, pool = self.decoder.ops, self._pool
         numerics = (
             f"{ops.name} {ops.build} torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()} "
             f"{pool.format} {pool.shape} {self.decoder.spec}"
         )
-        return BlockArray(pool.data.numpy(), numerics)
+        if self._device.type == "cpu":
+            return BlockArray(pool.data.numpy(), numerics)
+        from quantd.engine.gpu_blocks import GpuBlocks  # needs triton
+
+        return GpuBlocks(pool.data, numerics)
 
     @torch.inference_mode()
     def check_finite(self) -> None:

@@ -9,16 +9,12 @@ import numpy.typing as npt
 
 
 class BlockArray:
-    """The PoolBlocks of an array [num_blocks, bytes] (see quantd.engine.plan).
-
-    numerics: what its bits depend on, to which is added what the first block holds, computed already: where
-    anything is left out that changes the arithmetic, that is likely to show there.
-    """
+    """The PoolBlocks of an array [num_blocks, bytes] (see quantd.engine.plan). numerics: see fingerprint."""
 
     def __init__(self, blocks: npt.NDArray[np.uint8], numerics: str) -> None:
         self._blocks = blocks
         self.num_bytes = blocks.shape[1]
-        self.numerics = f"{numerics} {blake2b(blocks[0].tobytes()).hexdigest()}"
+        self.numerics = fingerprint(numerics, self.read(0))
 
     def read(self, block: int) -> bytes:
         """See PoolBlocks."""
@@ -28,3 +24,11 @@ class BlockArray:
     def write(self, block: int, data: bytes | memoryview) -> None:
         """See PoolBlocks."""
         self._blocks[block] = np.frombuffer(data, np.uint8)
+
+
+def fingerprint(numerics: str, first: bytes) -> str:
+    """What a pool's bits depend on, and what its first block holds, computed already.
+
+    Where anything is left out that changes the arithmetic, that is likely to show there.
+    """
+    return f"{numerics} {blake2b(first).hexdigest()}"

@@ -306,7 +306,7 @@ def _runner(
         return ModelRunner(part, Sampler(part.decoder.ops.shortlists), info, pool_blocks)
     from quantd.engine.gpu_runner import GpuRunner  # needs triton
 
-    return GpuRunner(part, info)
+    return GpuRunner(part, info, pool_blocks)
 
 
 def _describe(

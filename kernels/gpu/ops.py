@@ -7,6 +7,7 @@ from dataclasses import replace
 from weakref import ReferenceType, ref
 
 import torch
+import triton
 from torch import Tensor
 
 from quantd.kernels.gpu import activation as gates
@@ -59,7 +60,8 @@ class GpuOps:
     @property
     def build(self) -> str:
         """See Ops."""
-        return f"{'int8' if self._rounds_inputs else 'float'} {'same bits' if self._same_bits else 'fast'}"
+        how = f"{'int8' if self._rounds_inputs else 'float'} {'same bits' if self._same_bits else 'fast'}"
+        return f"{how} {self.gpu.name} triton {triton.__version__} {self._tuning.splits}"
 
     @property
     def gpu(self) -> Gpu:

@@ -181,6 +181,11 @@ class Tuning:
     gpu: Gpu
     measured: Mapping[Shape, Plan] = field(default_factory=dict)
 
+    @property
+    def splits(self) -> str:
+        """What of the measurements bits hang on: the same text for the same splits."""
+        return " ".join(sorted(f"{shape}={plan.splits}" for shape, plan in self.measured.items()))
+
     def plan(self, shape: Shape) -> Plan:
         """The plan for a product."""
         measured = self.measured.get(shape)

@@ -20,7 +20,7 @@ from quantd.engine.disk_cache import NO_DISK, BlocksOnDisk, kind_of, open_disk_c
 from quantd.engine.disk_reader import Pace
 from quantd.engine.loop import EngineLoop, Incoming
 from quantd.engine.messages import Abort, Add, Drop, Events, Forget, FromEngine, GetStats, Save, Saved, Stats
-from quantd.engine.plan import Plan, StepOutput
+from quantd.engine.plan import Plan, Runner, StepOutput
 from quantd.engine.prefix_cache import block_keys
 from quantd.engine.request import Request, TokenEvent
 from quantd.engine.scheduler import Scheduler
@@ -33,7 +33,9 @@ PROMPT = [(7 * place) % 59 for place in range(50)]  # 12 full blocks
 class Engine:
     """A step loop over a home, stepped by the test; with nothing to do it is idle, and does not wait."""
 
-    def __init__(self, home: Path, runner: FakeRunner | None = None, **options: object) -> None:
+    num_reserved = 0  # blocks that a step ahead may hold
+
+    def __init__(self, home: Path, runner: Runner | None = None, **options: object) -> None:
         home.mkdir(exist_ok=True)
         model = home / "model"
         if not model.exists():
@@ -57,7 +59,7 @@ class Engine:
 
     def step(self) -> None:
         self.loop.step()
-        self.scheduler.check()
+        self.scheduler.check(self.num_reserved)
 
     def is_done(self) -> bool:
         return not self.scheduler.held and not self.scheduler.has_work and self.inbox.empty()
@@ -99,6 +101,14 @@ class Engine:
         return [event for frame in frames for event in frame.events]
 
     def serve(self, *requests: Request) -> list[Completion]:
+        """What a model in plain integers says."""
+        completions = self.complete(*requests)
+        for request, completion in zip(requests, completions, strict=True):
+            if request.embedding is None:
+                assert completion.token_ids == continuation(request, INFO)[0]
+        return completions
+
+    def complete(self, *requests: Request) -> list[Completion]:
         completions = {request.id: Completion() for request in requests}
         for request in requests:
             self.inbox.put(Add(request))
@@ -115,9 +125,6 @@ class Engine:
             return ended()
 
         self.until(take)
-        for request in requests:
-            if request.embedding is None:
-                assert completions[request.id].token_ids == continuation(request, INFO)[0]
         return list(completions.values())
 
     def cached(self, prompt: Sequence[int] = PROMPT, salt: str = "") -> int:
