@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 MODEL ?= smollm2
 QUESTION ?= What is the capital of France?
 
-.PHONY: run test check bench clients fuzz soak clean
+.PHONY: run test check bench clients fuzz soak launches clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/.run
@@ -42,6 +42,10 @@ fuzz: $(VENV)/.fuzz
 # What the suite does for seconds, for minutes.
 soak: $(VENV)/.test
 	SOAK_SECONDS=$(or $(SECONDS),120) REST_SECONDS=60 $(BIN)/python -m pytest --timeout 900 tests/e2e/test_soak.py
+
+# Every kind of launch on a GPU, compiled for it; no GPU is needed. KERNELS: some of them, by name.
+launches: $(VENV)/.test
+	$(BIN)/python tests/kernels/gpu_compile.py $(KERNELS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -10,7 +10,7 @@ import torch
 
 import quantd.kernels.gpu  # noqa: F401  (settles what triton reads when it is imported)
 from quantd.kernels.errors import QuantdError
-from quantd.kernels.gpu.compile import TARGETS
+from quantd.kernels.gpu.targets import TARGETS
 from quantd.kernels.ops import Ops
 from quantd.kernels.reference import Activations, ReferenceOps
 

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.ops import Activation
 
 _BLOCK = 1024  # with four warps, eight elements a thread: one 16-byte load of each half
@@ -39,16 +38,3 @@ def glu(gate_up: Tensor, activation: Activation) -> Tensor:
         grid = (num_rows, triton.cdiv(width, _BLOCK))
         _glu_kernel[grid](gate_up, out, WIDTH=width, BLOCK=_BLOCK, GELU=activation == "gelu_tanh")
     return out
-
-
-def _spec(dtype: str, width: int, activation: Activation) -> KernelSpec:
-    return KernelSpec(
-        f"glu {activation} {dtype} {width}",
-        _glu_kernel,
-        {"gate_up": f"*{dtype}", "out": f"*{dtype}"},
-        {"WIDTH": width, "BLOCK": _BLOCK, "GELU": activation == "gelu_tanh"},
-        divisible_16=("gate_up", "out"),
-    )
-
-
-SPECS = (_spec("fp16", 14336, "silu"), _spec("bf16", 1536, "silu"), _spec("bf16", 9216, "gelu_tanh"))

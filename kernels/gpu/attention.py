@@ -11,9 +11,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from quantd.kernels.gpu.attention_kernels import INDICES, attention_kernel, merge_kernel
+from quantd.kernels.gpu.attention_kernels import attention_kernel, merge_kernel
 from quantd.kernels.gpu.attention_plan import Launch, Tiling, num_warps_for, plan, tiling_for
-from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.gpu.kv_cache import page_strides
 from quantd.kernels.gpu.tuning import gpu_of
 from quantd.kernels.ops import AttentionInputs, HeadShape, KVLayer
@@ -149,94 +148,3 @@ def _scratch(launch: Launch, heads: HeadShape, device: torch.device) -> dict[str
 def _start(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], num_warps: int) -> None:
     arguments = {name: arguments[name] for name in kernel.arg_names}
     kernel[grid](**arguments, num_warps=num_warps, num_stages=_NUM_STAGES)
-
-
-_SCALARS = {"scale": "fp32", "softcap": "fp32"}  # the other numbers are i32
-
-
-def _spec(
-    kernel: Any,
-    name: str,
-    pointers: Mapping[str, str | None],
-    constants: Mapping[str, object],
-    **options: Any,
-) -> KernelSpec:
-    """pointers: types, None for a tensor that is not there."""
-    there = {name: type for name, type in pointers.items() if type is not None}
-    constants = dict.fromkeys(pointers.keys() - there.keys()) | {**constants}
-    names = [name for name in kernel.arg_names if name not in constants]
-    signature = {name: there.get(name) or _SCALARS.get(name, "i32") for name in names}
-    multiples = {"block_stride", "scale_block_stride", *there} - {*INDICES}
-    divisible = tuple(name for name in names if name in multiples)
-    return KernelSpec(
-        name, kernel, signature, constants, num_stages=_NUM_STAGES, divisible_16=divisible, **options
-    )
-
-
-def _attention_spec(
-    page: str,
-    head_dim: int,
-    tile_len: int,
-    tile_rows: int,
-    direct: bool,
-    special: bool = False,
-    min_capability: int = 80,
-    num_warps: int = 4,
-    queries: str = "",
-) -> KernelSpec:
-    """page: type of the pool. special: with window and soft cap. queries: their type, if not the pool's."""
-    is_int8 = page == "int8"
-    pool, scale = ("*i32", "*fp32") if is_int8 else (f"*{page}", None)
-    dtype = f"*{queries or page}"
-    scratch = None if direct else "*fp32"
-    pointers = {"q": dtype, "out": dtype, "k": pool, "v": pool, "k_scale": scale, "v_scale": scale}
-    pointers |= {"partial": scratch, "partial_sums": scratch}
-    pointers |= dict.fromkeys(INDICES, "*i32")
-    dot_type = tl.bfloat16 if page == "bf16" else tl.float16
-    strides = {"HEAD_STRIDE": 16 * head_dim, "TOKEN_STRIDE": head_dim}
-    if is_int8:
-        strides = {name: stride // 4 for name, stride in strides.items()}
-    constants = {
-        **_constants(HeadShape(4, 1, head_dim), Tiling(tile_len), dot_type, special, special),
-        **strides,
-        "SCALE_HEAD_STRIDE": 16 if is_int8 else 0,
-        "BLOCK_SIZE": 16,
-        "INT8": is_int8,
-        "TILE_ROWS": tile_rows,
-        "DIRECT": direct,
-    }
-    form = f"d{head_dim} {tile_rows} x {tile_len} {'direct' if direct else 'split'}"
-    name = f"attention {page} of {dtype[1:]} {form}"
-    options = {"num_warps": num_warps, "has_dot": True, "min_capability": min_capability}
-    return _spec(attention_kernel, name, pointers, constants, **options)
-
-
-def _merge_spec(head_dim: int, is_int8: bool, has_window: bool, is_last: bool) -> KernelSpec:
-    pointers = {"out": "*bf16", "partial": "*fp32", "partial_sums": "*fp32"}
-    pointers |= dict.fromkeys(("positions", "query_start"), "*i32")
-    constants = _constants(HeadShape(4, 1, head_dim), Tiling(32), tl.float16, False, has_window)
-    constants |= {"INT8": is_int8, "IS_FIRST": is_last, "IS_LAST": is_last}
-    constants = {name: constants[name] for name in merge_kernel.arg_names if name in constants}
-    name = f"attention merge d{head_dim} {'last' if is_last else 'first'}"
-    return _spec(merge_kernel, name, pointers, constants, num_warps=1)
-
-
-SPECS = (
-    _attention_spec("int8", 64, 64, 16, direct=False, queries="fp16"),
-    _attention_spec("int8", 64, 64, 32, direct=True, queries="bf16"),
-    _attention_spec("int8", 80, 64, 32, direct=True, queries="fp16", special=True),
-    _attention_spec("int8", 128, 64, 16, direct=False, queries="bf16"),
-    _attention_spec("int8", 128, 64, 32, direct=True, queries="bf16"),
-    _attention_spec("int8", 128, 32, 16, direct=False, queries="fp16"),
-    _attention_spec("int8", 128, 32, 32, direct=True, queries="fp16"),
-    _attention_spec("int8", 256, 32, 16, direct=False, queries="bf16", special=True),
-    _attention_spec("int8", 256, 32, 16, direct=True, queries="bf16", special=True),
-    _attention_spec("fp16", 128, 64, 16, direct=False),
-    _attention_spec("bf16", 128, 64, 32, direct=True),
-    _attention_spec("bf16", 96, 32, 32, direct=True),
-    _attention_spec("bf16", 256, 32, 16, direct=True),
-    _attention_spec("int8", 128, 16, 16, direct=False, queries="fp16", min_capability=75),
-    _attention_spec("fp16", 256, 16, 16, direct=True, min_capability=75, num_warps=8),
-    _merge_spec(128, is_int8=True, has_window=False, is_last=True),
-    _merge_spec(256, is_int8=False, has_window=True, is_last=False),
-)

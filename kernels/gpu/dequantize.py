@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.gpu.tiles import weight_tile
 from quantd.kernels.gpu.weights import STRIP, GpuWeight, Kind
 
@@ -186,39 +183,3 @@ def embedding(token_ids: Tensor, weight: GpuWeight, scale: float = 1.0) -> Tenso
         num_warps=1,
     )
     return out
-
-
-def _spec(name: str, kernel: Any, arguments: dict[str, str], dtype: str, bits: tuple[int, int]) -> KernelSpec:
-    pointers = {"low": "*i32", "scale": "*fp16", "offset": "*fp16", "out": f"*{dtype}"}
-    if bits[1]:
-        pointers["high"] = "*i32"
-    constants = {
-        "KIND": int(Kind.PACKED),
-        "LOW_BITS": bits[0],
-        "HIGH_BITS": bits[1],
-        "CENTER": 2 ** (sum(bits) - 1),
-        "BLOCKS_PER_GROUP": 1,
-        "BLOCK_K": 128,
-    }
-    others = {"high": None, "index": None, "BLOCK_N": _ROWS}
-    constants |= {
-        key: value for key, value in others.items() if key in kernel.arg_names and key not in pointers
-    }
-    return KernelSpec(
-        f"{name} w{sum(bits)} {dtype}",
-        kernel,
-        pointers | {"N": "i32", "num_blocks": "i32"} | arguments,
-        constants,
-        num_warps=1 if kernel is _embedding_kernel else 4,
-        divisible_16=(*pointers, "N"),
-    )
-
-
-_RANGE = {"first_row": "i32", "num_rows": "i32"}
-_TOKENS = {"token_ids": "*i32", "factor": "fp32", "K": "i32"}
-
-SPECS = (
-    _spec("dequantize", _dequantize_kernel, _RANGE, "fp16", (4, 0)),
-    _spec("dequantize", _dequantize_kernel, _RANGE, "bf16", (2, 1)),
-    _spec("embedding", _embedding_kernel, _TOKENS, "fp32", (4, 0)),
-)

@@ -11,12 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.gpu.inputs import Inputs
 from quantd.kernels.gpu.split_k import Finish, add_splits
 from quantd.kernels.gpu.tiled import cut, shape_of
 from quantd.kernels.gpu.tiles import weight_tile
-from quantd.kernels.gpu.weights import GpuWeight, Kind
+from quantd.kernels.gpu.weights import GpuWeight
 
 _BLOCK_N = 64
 _NUM_WARPS = 8
@@ -109,33 +108,3 @@ def gemv(inputs: Inputs, weight: GpuWeight, how: Finish, splits: int) -> Tensor:
         num_warps=_NUM_WARPS,
     )
     return add_splits(parts, inputs.scale, weight.bias, how)
-
-
-_POINTERS = {
-    "x": "*fp16",
-    "low": "*i32",
-    "high": "*i32",
-    "scale": "*fp16",
-    "offset": "*fp16",
-    "sums": "*fp32",
-    "out": "*fp32",
-}
-
-SPECS = (
-    KernelSpec(
-        "gemv w3 fp16 offset",
-        _gemv_kernel,
-        _POINTERS | dict.fromkeys(("num_rows", "N", "num_blocks", "split_blocks"), "i32"),
-        {
-            "KIND": int(Kind.PACKED),
-            "LOW_BITS": 2,
-            "HIGH_BITS": 1,
-            "CENTER": 4,
-            "BLOCKS_PER_GROUP": 1,
-            "BLOCK_N": _BLOCK_N,
-            "BLOCK_K": 128,
-        },
-        num_warps=_NUM_WARPS,
-        divisible_16=(*_POINTERS, "N"),
-    ),
-)

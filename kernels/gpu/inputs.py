@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.gpu.int8 import quantize_rows
 from quantd.kernels.gpu.norm import Rounded
 from quantd.kernels.gpu.weights import GpuWeight, Kind
@@ -90,25 +89,3 @@ def _prepare(x: Tensor, weight: GpuWeight, scale: Tensor | None) -> Inputs:
         BLOCK_K=weight.block_k,
     )
     return Inputs(x if values is None else values, sums, scale)
-
-
-def _spec(dtype: str, block_k: int, gathers: bool, sums: bool) -> KernelSpec:
-    signature = {"x": f"*{dtype}", "num_rows": "i32", "K": "i32", "num_blocks": "i32"}
-    constants: dict[str, object] = {"BLOCKS": _ELEMENTS // block_k, "BLOCK_K": block_k}
-    optional = {"index": ("*i32", gathers), "values": (f"*{dtype}", gathers), "sums": ("*fp32", sums)}
-    signature |= {name: type for name, (type, used) in optional.items() if used}
-    constants |= {name: None for name, (_, used) in optional.items() if not used}
-    return KernelSpec(
-        f"inputs {dtype} k{block_k}{' gather' * gathers}{' sums' * sums}",
-        _inputs_kernel,
-        signature,
-        constants,
-        divisible_16=tuple(name for name in signature if name not in ("num_rows", "num_blocks")),
-    )
-
-
-SPECS = (
-    _spec("fp16", 128, gathers=True, sums=True),
-    _spec("bf16", 32, gathers=False, sums=True),
-    _spec("i8", 64, gathers=True, sums=False),
-)

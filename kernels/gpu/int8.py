@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.gpu.norm import Rounded
 from quantd.kernels.gpu.rounding import row_codes, row_scale
 
@@ -50,15 +49,3 @@ def quantize_rows(x: Tensor) -> Rounded:
     if num_rows:
         _quantize_kernel[(num_rows,)](x, codes, scale, k, BLOCK=_BLOCK)
     return Rounded(codes, scale)
-
-
-SPECS = tuple(
-    KernelSpec(
-        f"quantize_rows {dtype}",
-        _quantize_kernel,
-        {"x": f"*{dtype}", "codes": "*i8", "scales": "*fp32", "K": "i32"},
-        {"BLOCK": _BLOCK},
-        divisible_16=("x", "codes", "scales", "K"),
-    )
-    for dtype in ("fp16", "bf16")
-)

@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.ops import KVLayer
 
 _PIECE_WORDS = 4096
@@ -78,15 +77,3 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
             yield start, blocks[start], i - start
             start = i
-
-
-SPECS = (
-    KernelSpec(
-        "copy blocks",
-        _copy_kernel,
-        {"pool": "*i32", "source": "*i32", "target": "*i32", "block_words": "i32"},
-        {"PIECE_WORDS": _PIECE_WORDS},
-        num_warps=8,
-        divisible_16=("pool", "block_words"),
-    ),
-)

@@ -6,7 +6,6 @@ is read once. Nothing depends on the number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.gpu.rounding import row_codes, row_scale
 
 MAX_WIDTH = 16384
@@ -148,37 +146,3 @@ def _launch(
         num_warps=warps_of(block),
     )
     return normed, total, rounded
-
-
-def _spec(name: str, dtype: str, width: int, adds: bool, rounds: bool) -> KernelSpec:
-    block = block_of(width)
-    pointers = {
-        "x": f"*{dtype}",
-        "residual": "*fp32",
-        "weight": "*fp32",
-        "normed": f"*{dtype}",
-        "total": "*fp32",
-    }
-    pointers |= {"codes": "*i8", "scales": "*fp32"}
-    constants: dict[str, object] = {"WIDTH": width, "BLOCK": block, "ADDS": adds, "ROUNDS": rounds}
-    if not adds:
-        del pointers["residual"]
-        constants["residual"] = None
-    return KernelSpec(
-        f"{name} {dtype} {width}",
-        _norm_kernel,
-        pointers | {"eps": "fp32", "scale": "fp32"},
-        constants,
-        num_warps=warps_of(block),
-        divisible_16=tuple(pointers),
-    )
-
-
-def _specs() -> Iterator[KernelSpec]:
-    yield _spec("rms_norm", "fp16", 4096, adds=False, rounds=False)
-    for dtype, width in (("fp16", 576), ("bf16", 5120), ("fp16", MAX_WIDTH)):
-        yield _spec("add_rms_norm", dtype, width, adds=True, rounds=False)
-    yield _spec("add_rms_norm_rounded", "fp16", 8192, adds=True, rounds=True)
-
-
-SPECS = tuple(_specs())

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from quantd.kernels.gpu.compile import FIRST_DOT, TARGETS
+from quantd.kernels.gpu.targets import FIRST_DOT, TARGETS
 
 _DISPLAY_CLASS = "0x03"
 _NVIDIA = "0x10de"

@@ -6,14 +6,11 @@ A program takes a few heads of one token. Nothing depends on the number of token
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.gpu.kv_cache import page_strides
 from quantd.kernels.gpu.rounding import round_half_even
 from quantd.kernels.ops import AttentionInputs, HeadShape, KVLayer, QKNorm, RopeTable
@@ -199,44 +196,3 @@ def _num_warps(heads: HeadShape, rotary_dim: int) -> int:
     """So many that a thread has eight elements of each half, one load."""
     half_block = _head_constants(heads, rotary_dim)["HALF_BLOCK"]
     return min(max(_TILE_HEADS * half_block // 256, 1), 4)
-
-
-def _spec(dtype: str, page: str, heads: HeadShape, rotary_dim: int, has_norm: bool) -> KernelSpec:
-    scale, table = ("*fp32" if page == "int8" else None), ("*fp32" if rotary_dim else None)
-    weight = "*fp32" if has_norm else None
-    pages = "*i8" if page == "int8" else f"*{page}"
-    pointers: Mapping[str, str | None] = {
-        "qkv": f"*{dtype}",
-        "q": f"*{dtype}",
-        "k_pages": pages,
-        "v_pages": pages,
-        "k_scales": scale,
-        "v_scales": scale,
-        "positions": "*i32",
-        "slots": "*i32",
-        "cos": table,
-        "sin": table,
-        "q_weight": weight,
-        "k_weight": weight,
-    }
-    there = {name: type for name, type in pointers.items() if type is not None}
-    constants: dict[str, object] = dict.fromkeys(pointers.keys() - there.keys())
-    constants |= {"HEAD_STRIDE": 16 * heads.head_dim, "TOKEN_STRIDE": heads.head_dim, "BLOCK_SIZE": 16}
-    constants |= {"SCALE_HEAD_STRIDE": 16 if scale else 0} | _head_constants(heads, rotary_dim)
-    return KernelSpec(
-        f"rope {dtype} into {page}, {heads.num_heads} + {heads.num_kv_heads} of {heads.head_dim}",
-        _rope_kernel,
-        there | {"eps": "fp32", "block_stride": "i32", "scale_block_stride": "i32"},
-        constants,
-        num_warps=_num_warps(heads, rotary_dim),
-        divisible_16=(*(there.keys() - {"positions", "slots"}), "block_stride", "scale_block_stride"),
-    )
-
-
-SPECS = (
-    _spec("fp16", "int8", HeadShape(32, 8, 128), 128, has_norm=True),
-    _spec("bf16", "int8", HeadShape(9, 3, 64), 64, has_norm=False),
-    _spec("bf16", "int8", HeadShape(16, 8, 256), 256, has_norm=True),
-    _spec("fp16", "fp16", HeadShape(32, 32, 80), 32, has_norm=False),
-    _spec("bf16", "bf16", HeadShape(32, 32, 96), 96, has_norm=False),
-)

@@ -10,13 +10,10 @@ draw from the softmax (Maddison et al., arXiv 1411.0030).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
 
-from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.gpu.sampling_inputs import Edits, Samples, SamplingInputs
 from quantd.kernels.gpu.sampling_kernels import (
     NUM_PASSES,
@@ -176,75 +173,3 @@ def _edited(logits: Tensor, edits: Edits) -> Tensor:
         BLOCK=_EDIT_BLOCK,
     )
     return out
-
-
-_TYPES = {
-    "logits": "*fp32",
-    "adjusted": "*fp32",
-    "mask": "*i32",
-    "temperature": "*fp32",
-    "top_k": "*i32",
-    "top_p": "*fp32",
-    "min_p": "*fp32",
-    "seed": "*i64",
-    "position": "*i32",
-    "stats": "*fp32",
-    "named": "*i32",
-    "goals": "*fp32",
-    "prefix": "*i32",
-    "sums": "*fp32",
-    "ids": "*i32",
-    "k_prefix": "*i32",
-    "k_sums": "*fp32",
-    "p_prefix": "*i32",
-    "p_sums": "*fp32",
-    "step": "i32",
-    "start": "*i32",
-    "added": "*fp32",
-    "divisor": "*fp32",
-    "taken": "*fp32",
-    "token_ids": "*i32",
-    "logprobs": "*fp32",
-    "status": "*i32",
-}
-
-
-def _spec(
-    name: str, kernel: Any, vocab_size: int, masked: bool, num_warps: int = 4, **flags: bool
-) -> KernelSpec:
-    chunks = triton.cdiv(vocab_size, _CHUNK)
-    values: dict[str, object] = {
-        "VOCAB": vocab_size,
-        "WORDS": triton.cdiv(vocab_size, 32) if masked else 0,
-        "CHUNK": _CHUNK,
-        "CHUNKS": chunks,
-        "SLOTS": triton.next_power_of_2(chunks),
-        "TILE": _TILE,
-        "BLOCK": _EDIT_BLOCK,
-        **flags,
-    }
-    constants = {name: values[name] for name in kernel.arg_names if name in values}
-    pointers = {name: type for name, type in _TYPES.items() if name in kernel.arg_names}
-    return KernelSpec(
-        f"{name} {vocab_size}{' masked' if masked else ''}",
-        kernel,
-        pointers,
-        constants,
-        num_warps=num_warps,
-        divisible_16=tuple(name for name, type in pointers.items() if type.startswith("*")),
-    )
-
-
-SPECS = (
-    _spec("sampling edit", edit_kernel, 128256, masked=False),
-    _spec("sampling survey", survey_kernel, 128256, masked=False),
-    _spec("sampling survey", survey_kernel, 151936, masked=True),
-    _spec("sampling search top_k", search_kernel, 128256, masked=False, FOR_P=False),
-    _spec("sampling search top_p", search_kernel, 151936, masked=True, FOR_P=True),
-    _spec(
-        "sampling pick", pick_kernel, 128256, masked=False, num_warps=_PICK_WARPS, CUTS_K=False, CUTS_P=False
-    ),
-    _spec("sampling goal", goal_kernel, 151936, masked=False, num_warps=1, CUTS_K=True, FOR_P=True),
-    _spec("sampling pick", pick_kernel, 151936, masked=True, num_warps=_PICK_WARPS, CUTS_K=True, CUTS_P=True),
-    _spec("sampling finish", finish_kernel, 128256, masked=False, num_warps=1, DRAWS=True),
-)

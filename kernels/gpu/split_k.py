@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantd.kernels.gpu.compile import KernelSpec
-
 _BLOCK = 256
 
 
@@ -86,23 +84,3 @@ def add_splits(parts: Tensor, x_scale: Tensor | None, bias: Tensor | None, how: 
         num_warps=2,
     )
     return out
-
-
-def _spec(name: str, out: str, optional: dict[str, bool], logits: bool) -> KernelSpec:
-    pointers = {"parts": "*fp32", "out": f"*{out}"} | {key: "*fp32" for key, used in optional.items() if used}
-    scalars = {"factor": "fp32", "softcap": "fp32", "num_rows": "i32", "N": "i32", "splits": "i32"}
-    constants: dict[str, object] = {key: None for key, used in optional.items() if not used}
-    return KernelSpec(
-        f"add_splits {name}",
-        _add_kernel,
-        pointers | scalars,
-        constants | {"BLOCK": _BLOCK, "LOGITS": logits},
-        num_warps=2,
-        divisible_16=(*pointers, "N"),
-    )
-
-
-SPECS = (
-    _spec("bf16 int8 bias", "bf16", {"x_scale": True, "bias": True}, logits=False),
-    _spec("logits", "fp32", {"x_scale": False, "bias": True}, logits=True),
-)

@@ -13,18 +13,15 @@ the same for any number of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantd.kernels.gpu.compile import KernelSpec
 from quantd.kernels.gpu.inputs import Inputs
 from quantd.kernels.gpu.split_k import Finish, add_splits, finish
 from quantd.kernels.gpu.tiles import INT8, weight_tile
-from quantd.kernels.gpu.tuning import Gpu, Shape, Tile, default_tile
+from quantd.kernels.gpu.tuning import Gpu, Shape, Tile
 from quantd.kernels.gpu.weights import GpuWeight, Kind
 
 
@@ -200,100 +197,3 @@ def cut(shape: Shape, splits: int) -> tuple[int, int]:
     steps = shape.num_blocks // shape.blocks_per_step
     split_steps = -(-steps // splits)
     return split_steps * shape.blocks_per_step, -(-steps // split_steps)
-
-
-# Of all GPUs with tensor-core products the one with the least shared memory: its pipelines fit the others.
-_SMALL = Gpu("sm_86", 86, 84)
-
-
-def _spec(
-    name: str,
-    dtype: str,
-    bits: tuple[int, int],
-    block_k: int,
-    rows: int,
-    *,
-    kind: Kind = Kind.PACKED,
-    whole: bool = False,
-    header: str = "fp16",
-    offset: bool = False,
-    bias: bool = False,
-    out: str = "",
-    logits: bool = False,
-    gpu: Gpu = _SMALL,
-) -> KernelSpec:
-    """A product as `matmul` launches it. out: type of the result, "" for splits to be added up.
-
-    gpu: whose plan is taken.
-    """
-    input_bits = {"fp16": 16, "bf16": 16, "i8": 8}[dtype]
-    shape = Shape(8192, 8192, sum(bits), block_k, input_bits)
-    tile = default_tile(rows, shape, gpu)
-    word = {Kind.PACKED: "*i32", Kind.INT8: "*i8", Kind.DENSE: f"*{dtype}"}[kind]
-    pointers = {
-        "x": f"*{dtype}",
-        "low": word,
-        "high": word if bits[1] else None,
-        "scale": None if kind is Kind.DENSE else f"*{header}",
-        "offset": f"*{header}" if offset else None,
-        "sums": "*fp32" if offset else None,
-        "x_scale": "*fp32" if kind is Kind.INT8 and out else None,
-        "bias": "*fp32" if bias else None,
-        "out": f"*{out or 'fp32'}",
-    }
-    used = {key: type for key, type in pointers.items() if type is not None}
-    sizes = dict.fromkeys(("num_rows", "N", "num_blocks", "split_blocks"), "i32")
-    constants = {
-        "KIND": int(kind),
-        "LOW_BITS": bits[0],
-        "HIGH_BITS": bits[1],
-        "CENTER": 2 ** (sum(bits) - 1) if kind is Kind.PACKED else 0,
-        "BLOCKS_PER_GROUP": 0 if whole else 1,
-        "BLOCKS_PER_STEP": shape.blocks_per_step,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": block_k,
-        "SPLITS": 4 if out and rows > 16 else 1,
-        "FINISH": bool(out),
-        "LOGITS": logits,
-    }
-    return KernelSpec(
-        f"matmul {name} {rows}",
-        _matmul_kernel,
-        used | sizes | {"factor": "fp32", "softcap": "fp32"},
-        dict.fromkeys(pointers.keys() - used.keys()) | constants,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        has_dot=True,
-        min_capability=80,
-        divisible_16=(*used, "N"),
-    )
-
-
-def _specs() -> Iterator[KernelSpec]:
-    yield _spec("w4 fp16", "fp16", (4, 0), 128, 16)
-    yield _spec("w4 bf16 offset", "bf16", (4, 0), 128, 16, offset=True, bias=True, out="bf16")
-    yield _spec("w4 bf16", "bf16", (4, 0), 128, 64, out="bf16")
-    yield _spec("w2 bf16", "bf16", (2, 0), 64, 32)
-    yield _spec("w3 fp16 offset", "fp16", (2, 1), 128, 16, offset=True)
-    yield _spec("w4 fp16 k32 offset", "fp16", (4, 0), 32, 32, offset=True)
-    yield _spec("w6 bf16 k32 offset", "bf16", (4, 2), 32, 64, header="fp32", offset=True, out="bf16")
-    yield _spec("w8 fp16 k16", "fp16", (8, 0), 16, 16)
-    yield _spec("w8 bf16 whole", "bf16", (8, 0), 128, 64, whole=True, out="bf16")
-    yield _spec("w8a8", "i8", (8, 0), 128, 16, kind=Kind.INT8, whole=True)
-    yield _spec("w8a8", "i8", (8, 0), 128, 64, kind=Kind.INT8, whole=True, bias=True, out="fp16")
-    yield _spec(
-        "dense fp16 logits", "fp16", (16, 0), 64, 16, kind=Kind.DENSE, whole=True, out="fp32", logits=True
-    )
-    yield _spec("dense bf16", "bf16", (16, 0), 64, 64, kind=Kind.DENSE, whole=True, out="bf16")
-
-
-SPECS = tuple(_specs())
-
-_HOPPER = Gpu("sm_90", 90, 132)
-HOPPER_SPECS = (
-    _spec("w4 bf16 offset", "bf16", (4, 0), 128, 64, offset=True, bias=True, out="bf16", gpu=_HOPPER),
-    _spec("w8 fp16 k16", "fp16", (8, 0), 16, 64, out="fp16", gpu=_HOPPER),
-    _spec("dense bf16", "bf16", (16, 0), 64, 64, kind=Kind.DENSE, whole=True, out="bf16", gpu=_HOPPER),
-)
-"""Tiles of more rows than any other GPU takes; for sm_90 alone."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from quantd.kernels.gpu.compile import FIRST_DOT, SHARED_MEMORY
+from quantd.kernels.gpu.targets import FIRST_DOT, SHARED_MEMORY
 
 logger = logging.getLogger(__name__)
 

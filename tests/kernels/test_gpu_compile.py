@@ -1,93 +1,106 @@
-"""Every kernel in every configuration that is launched, compiled for all targets and read from the cubin."""
+"""Every kernel as models launch it on each GPU, compiled for that GPU and read from its machine code."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
+from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import Future
 
 import pytest
 import triton
 import triton.language as tl
-
-from quantd.kernels.gpu.compile import (
-    SHARED_MEMORY,
-    TARGETS,
-    Job,
-    KernelSpec,
+from compilers import compilers
+from gpu_compile import (
     Report,
-    all_specs,
-    compile_jobs,
+    all_launches,
+    compile_launch,
+    covering,
+    faults,
+    reads_code,
+    wrongs,
 )
+from gpu_launches import Launch
+from gpu_models import GPUS
 
-# What reads whole rows or tiles from global memory, and so has to read them wide.
-BULK = ("add_rms_norm", "attention", "dequantize", "glu", "rms_norm", "rope", "sampling survey")
-KERNELS = {spec.name: (module, spec) for module, spec in all_specs()}
+import quantd.kernels.gpu
+from quantd.kernels.gpu.targets import TARGETS
+
+
+def kernels() -> Iterator[str]:
+    """All of the package; what kernels call has other names."""
+    for found in pkgutil.iter_modules(quantd.kernels.gpu.__path__, f"{quantd.kernels.gpu.__name__}."):
+        names = vars(importlib.import_module(found.name))
+        jitted = [(name, value.fn) for name, value in names.items() if hasattr(value, "fn")]
+        own = [name for name, function in jitted if function.__module__ == found.name]
+        yield from (f"{found.name}:{name}" for name in own if name.endswith("_kernel"))
 
 
 @triton.jit
-def _square_kernel(x, out, SIZE: tl.constexpr):
+def square_kernel(x, out, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     tile = tl.load(x + at)
     tl.store(out + at, tl.dot(tile, tile))
 
 
-def _square(size: int) -> KernelSpec:
+def square(size: int, capability: int) -> Launch:
     """The square of a matrix by one warp, which has registers for a small one only."""
-    return KernelSpec(
-        f"square {size}",
-        _square_kernel,
-        {"x": "*fp16", "out": "*fp32"},
-        {"SIZE": size},
-        num_warps=1,
-        divisible_16=("x", "out"),
-    )
+    signature = (("out", "*fp32"), ("x", "*fp16"))
+    return Launch(f"{__name__}:square_kernel", capability, signature, (("SIZE", size),), ("x", "out"), 1, 2)
 
 
-SPECS = (_square(32), _square(128))  # found by the processes that compile
-PROBES = [Job(__name__, f"square {size}", target, True) for size, target in ((32, 90), (128, 90), (32, 75))]
+PROBES = [square(32, 90), square(128, 90), square(32, 75)]
 
 
-def jobs_of(name: str) -> list[Job]:
-    module, spec = KERNELS[name]
-    targets = [target for target in TARGETS if target >= spec.min_capability]
-    return [Job(module, name, target, reads_code(spec, target)) for target in targets]
-
-
-def reads_code(spec: KernelSpec, target: int) -> bool:
-    """Tensor cores are looked for on every target that has them for us; how wide loads are, on one."""
-    return (spec.has_dot and target >= 80) or (spec.name.startswith(BULK) and target == 90)
-
-
-@pytest.fixture(scope="module")
-def reports(request: pytest.FixtureRequest) -> Iterator[dict[Job, Future[Report]]]:
-    """Of the kernels that this run of the tests asks for, and of the probes."""
-    params = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    jobs = [job for param in params if param for job in jobs_of(param.params["name"])]
-    with compile_jobs([*PROBES, *jobs], os.cpu_count() or 1) as futures:
-        yield futures
-
-
-def test_the_code_is_read_as_it_is(reports: dict[Job, Future[Report]]) -> None:
-    small, large, turing = (reports[job].result() for job in PROBES)
+def test_the_code_is_read_as_it_is() -> None:
+    with compilers(len(PROBES)) as pool:
+        probes = [pool.submit(compile_launch, probe, True) for probe in PROBES]
+        small, large, turing = (probe.result() for probe in probes)
     assert small.num_tensor_core and not turing.num_tensor_core
     assert small.num_wide_loads and small.num_registers > 16
     assert small.spilled_bytes == 0 < large.spilled_bytes
     assert 0 < small.shared_bytes < large.shared_bytes
 
 
-def test_names_are_unique() -> None:
-    assert len(KERNELS) == len(list(all_specs())) > 0
+def test_a_fault_is_found() -> None:
+    launch = square(32, 75)
+    good = Report(num_registers=168, spilled_bytes=8, shared_bytes=64 << 10)
+    assert list(faults(launch, good)) == []
+    assert list(faults(launch, good._replace(num_registers=255))) == ["8 bytes of registers spilled"]
+    assert list(faults(launch, good._replace(spilled_bytes=40))) == ["40 bytes of registers spilled"]
+    assert list(faults(launch, good._replace(shared_bytes=65537))) == ["65537 bytes of shared memory"]
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_kernel_fits_its_targets(name: str, reports: dict[Job, Future[Report]]) -> None:
-    for job in jobs_of(name):
-        report = reports[job].result()
-        where = f"{name} on sm_{job.capability}: {report}"
-        assert report.spilled_bytes == 0, where
-        assert report.shared_bytes <= SHARED_MEMORY[job.capability], where
-        if KERNELS[name][1].has_dot:
-            assert report.num_tensor_core != 0, where
-        if name.startswith(BULK):
-            assert report.num_wide_loads != 0, where
+def test_a_cover_has_all_pairs_and_all_gpus() -> None:
+    launches = [
+        Launch("m:k", capability, (("x", type),), (("A", a), ("B", b), ("WIDTH", width)), (), 4, 3)
+        for capability in (75, 90)
+        for type in ("*fp16", "*bf16")
+        for a in (1, 2)
+        for b in (1, 2)
+        for width in (16, 17, 18, 19)
+    ]
+    chosen = covering(launches)
+    assert {launch.capability for launch in chosen} == {75, 90}
+    assert len({(launch.signature, launch.constants[0]) for launch in chosen}) == 4
+    assert len({launch.constants[:2] for launch in chosen}) == 4
+    assert len(chosen) <= 6
+
+
+def test_every_target_is_launched_on() -> None:
+    assert tuple(gpu.capability for gpu in GPUS) == TARGETS
+
+
+@pytest.mark.timeout(900)  # some minutes of two busy cores
+def test_kernels_fit_what_they_are_launched_on() -> None:
+    """One test, so that what is launched is recorded once."""
+    num_processes = os.cpu_count() or 1
+    launched: dict[str, list[Launch]] = defaultdict(list)
+    for launch in all_launches(num_processes):
+        launched[launch.kernel].append(launch)
+    assert sorted(launched) == sorted(kernels())
+    chosen = [launch for found in launched.values() for launch in covering(found)]
+    with compilers(num_processes) as pool:
+        futures = {launch: pool.submit(compile_launch, launch, reads_code(launch)) for launch in chosen}
+        assert list(wrongs(futures)) == []

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantd.kernels.gpu.compile import SHARED_MEMORY
 from quantd.kernels.gpu.linear import tune
+from quantd.kernels.gpu.targets import SHARED_MEMORY
 from quantd.kernels.gpu.tiled import cut
 from quantd.kernels.gpu.tuning import (
     INTERPRETED,
