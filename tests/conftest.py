@@ -70,6 +70,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def numbers_of_a_module() -> None:
+    """Random numbers do not depend on which tests ran before. Torch is slow to import, so it is not, here."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def numbers_of_a_test(numbers_of_a_module: None) -> None:
+    """As those of a module."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def no_process_is_left() -> Iterator[None]:
     """One that stays is named where it was started, not by whichever later test counts its own."""
     before = set(own_children())

@@ -93,9 +93,12 @@ def kill_engine(daemon: Served) -> None:
 
 def test_killed_engines(served: Served) -> None:
     """All that ran is told, on every surface; all that waited is served; the third death stops it."""
+    # Nothing goes on meanwhile, so that nobody is done before all are there.
+    served.engine().suspend()
     running = [Asked(served, path, body | LONG) for path, (body, _) in SURFACES.items()]
+    until(lambda: len(status_of(served)["models"][0]["waiting"]) == 6, "all surfaces are asked", 60)
+    served.engine().resume()
     until(lambda: served.stats()["num_running"] == 6, "all surfaces are served")
-    # Nothing goes on from here, so that nobody is done before all are there.
     served.engine().suspend()
     queued = [Asked(served, path, body) for path, body in QUEUED.items()]
     until(lambda: len(status_of(served)["models"][0]["waiting"]) == 5, "the others wait", 60)
