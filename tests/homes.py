@@ -25,20 +25,29 @@ def share_kernels(home: Path) -> None:
         (cache / "kernels").symlink_to(kept)
 
 
-def add_tiny(home: Path, *names: str, template: str | None = None) -> Path:
+def add_tiny(home: Path, *names: str, template: str | None = None, endless: bool = False) -> Path:
     """Put a model into a home under each of the names: random weights in GPTQ form, 8192 positions.
 
-    template: its chat template; else that of its tokenizer. Returns the home.
+    template: its chat template; else that of its tokenizer. endless: no token ends its answers. Returns
+    the home.
     """
     data, folder = Path(__file__).parent / "data", home / "source"
     shutil.copytree(data / "fixtures" / "gptqmodel-4b-g32-v2", folder)
     for file in (data / "tokenizer").iterdir():
         shutil.copy(file, folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").chmod(0o644)
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    _change(folder / "config.json", max_position_embeddings=8192)
+    if endless:
+        _change(folder / "config.json", eos_token_id=None)
+        _change(folder / "generation_config.json", eos_token_id=None)
+        _change(folder / "tokenizer_config.json", eos_token=None)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     for name in names:
         Store(home / "models").import_path(folder, name)
     return home
+
+
+def _change(file: Path, **fields: object) -> None:
+    content = json.loads(file.read_text())
+    file.chmod(0o644)
+    file.write_text(json.dumps(content | fields))

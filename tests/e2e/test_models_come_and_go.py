@@ -21,14 +21,13 @@ MIB = 1 << 20
 # Room for one of the two models: each takes 15 MiB of KV cache.
 FLAGS = ("--kv-memory", "15MiB", "--max-memory", "24MiB", "--max-num-requests", "6", "--memory-wait", "0")
 HI = [{"role": "user", "content": "hi"}]
-# The likeliest tokens of this model go on and on.
-LONG = {"stream": True, "ignore_eos": True, "temperature": 0}
+LONG = {"stream": True}
 SURFACES: dict[str, tuple[dict[str, Any], bytes]] = {
     "/v1/chat/completions": ({"messages": HI, "max_tokens": 8000}, b'"code":"engine_died"'),
     "/v1/completions": ({"prompt": [40], "max_tokens": 8000}, b'"code":"engine_died"'),
     "/v1/messages": ({"messages": HI, "max_tokens": 8000}, b"event: error"),
     "/v1/responses": ({"input": "hi", "max_output_tokens": 8000}, b"response.failed"),
-    "/api/chat": ({"messages": HI, "options": {"num_predict": 8000, "temperature": 0}}, b'{"error":"'),
+    "/api/chat": ({"messages": HI, "options": {"num_predict": 8000}}, b'{"error":"'),
     "/completion": ({"prompt": [40], "n_predict": 8000}, b'"error":{'),
 }
 QUEUED: dict[str, dict[str, Any]] = {
@@ -45,7 +44,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     share_kernels(home)
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    return add_tiny(home, "tiny", "other", template=template)
+    return add_tiny(home, "tiny", "other", template=template, endless=True)
 
 
 @pytest.fixture(scope="module")
