@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,8 +34,7 @@ class GpuBlocks:
     def write(self, block: int, data: bytes | memoryview) -> None:
         """See PoolBlocks. Waits for nothing: torch gives pinned memory out again when a copy is through."""
         host = self._host()
-        # Torch wants memory that may be written, though it only reads.
-        host.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(1, -1))
+        host.numpy()[0] = np.frombuffer(data, np.uint8)
         scatter_blocks(self._pool, [block], host)
 
     def _host(self) -> Tensor:

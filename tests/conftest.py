@@ -71,14 +71,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def numbers_of_a_module() -> None:
-    """Random numbers do not depend on which tests ran before. Torch is slow to import, so it is not, here."""
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(0)
+    """Random numbers do not depend on which tests ran before."""
+    _seed()
 
 
 @pytest.fixture(autouse=True)
 def numbers_of_a_test(numbers_of_a_module: None) -> None:
     """As those of a module."""
+    _seed()
+
+
+def _seed() -> None:
+    """Torch is slow to import, so it is not, here."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
 
