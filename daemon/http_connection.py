@@ -13,6 +13,7 @@ from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
 from quantd.daemon.access.peers import Connection
 from quantd.daemon.limits import Limits
+from quantd.daemon.sockets import BACKLOG
 from quantd.daemon.wire.errors import Fault, json_response, openai_error
 
 _log = logging.getLogger(__name__)
@@ -171,4 +172,7 @@ class Site(web.SockSite):
         server = self._runner.server
         assert server is not None
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: HttpConnection(server, self._limits), sock=self._sock)
+        # It calls listen() again, with a shorter queue unless told.
+        self._server = await loop.create_server(
+            lambda: HttpConnection(server, self._limits), sock=self._sock, backlog=BACKLOG
+        )

@@ -32,7 +32,7 @@ from quantd.daemon.metrics import Metrics
 from quantd.daemon.models import LoadTokenizer, Models
 from quantd.daemon.request_log import RequestLog
 from quantd.daemon.service import Service
-from quantd.daemon.sockets import allow_open_files, name_of, tcp_sockets, unix_socket
+from quantd.daemon.sockets import BACKLOG, allow_open_files, name_of, tcp_sockets, unix_socket
 from quantd.daemon.store import Store, plain_name
 from quantd.daemon.supervision import Notifier
 from quantd.daemon.template_process import TemplateProcess
@@ -58,7 +58,8 @@ def run_server(config: ServeConfig) -> int:
     at once and gives 1. Raises ListenError, and ModelNotFoundError for a model to preload.
     """
     log = log_to_stderr(config.supervision)
-    allow_open_files(config.limits.max_connections + _OTHER_FILES)
+    # All that wait are accepted before the first of them is refused.
+    allow_open_files(config.limits.max_connections + BACKLOG + _OTHER_FILES)
     with contextlib.ExitStack() as opened:
         listeners = _listen(config, opened)
         _check_reach(listeners, config.access.key_file(config.paths.state))

@@ -17,7 +17,8 @@ from quantd.daemon.errors import ListenError
 
 # sun_path holds 108 bytes with its final zero (unix(7)).
 _MAX_PATH = 107
-_BACKLOG = 512
+# How many may wait to be accepted; the kernel takes fewer where net.core.somaxconn is less.
+BACKLOG = 512
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ def _bind_unix(listener: socket.socket, path: Path, group: str | None) -> int:
         listener.bind(str(path))
         if group is not None:
             shutil.chown(path, group=group)
-        listener.listen(_BACKLOG)
+        listener.listen(BACKLOG)
         return path.stat().st_ino
     except LookupError as error:
         raise ListenError(f"{path}: there is no group {group!r} to give it to") from error
@@ -110,7 +111,7 @@ def _tcp_socket(
     if family == socket.AF_INET6:
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     listener.bind(address)
-    listener.listen(_BACKLOG)
+    listener.listen(BACKLOG)
     return listener
 
 

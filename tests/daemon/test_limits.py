@@ -103,6 +103,19 @@ async def test_bodies_that_are_too_large() -> None:
         assert (await daemon.post(CHAT, HI | {"user": "x" * 9_000}))[0] == 200
 
 
+@in_loop
+async def test_many_may_come_while_the_daemon_is_busy() -> None:
+    """A client on a Unix socket is told to try again where too many wait; not every library does."""
+    async with running_daemon() as daemon:
+        with contextlib.ExitStack() as opened:
+            for _ in range(400):
+                connection = opened.enter_context(socket.socket(socket.AF_UNIX))
+                connection.setblocking(False)
+                connection.connect(str(daemon.path))
+            await send(connection, get("/health", "Connection: close"))
+            assert (await receive(connection)).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: x\r\n", get("/health")])
 def test_who_asks_for_nothing_for_long_is_cut(sent: bytes) -> None:
     """From the start, in the middle of a head, or behind an answer."""
