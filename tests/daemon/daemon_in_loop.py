@@ -7,7 +7,7 @@ import contextlib
 import functools
 import json
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import aiohttp
 import msgspec
 from fake_models import CHATML, write_model
 from scripted_engine import INFO, Engines, FakeStore, Script, ScriptedEngine, repeat_prompt
+from waiting import run_steadily, until_so
 
 from quantd.daemon.access.keys import KeyFile
 from quantd.daemon.access.policy import Access
@@ -41,12 +42,12 @@ def case(name: str) -> dict[str, Any]:
     return json.loads((CASES / f"{name}.json").read_text())["body"]
 
 
-def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Run an async test in a loop of its own."""
 
     @functools.wraps(test)
     def run(**fixtures: object) -> None:
-        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
+        run_steadily(test(**fixtures))
 
     return run
 
@@ -85,11 +86,17 @@ class Daemon:
         """A session over TCP."""
         return aiohttp.ClientSession(base_url=f"http://127.0.0.1:{self.port}", headers=headers)
 
+    async def leave(self, path: str, body: object) -> None:
+        """Ask an engine whose gate is closed, and go away while it is at it."""
+        asking = asyncio.create_task(self.post(path, body))
+        await until_so(lambda: self.engine.running)
+        asking.cancel()
+        await asyncio.wait([asking])
+        await self.settle()
+
     async def settle(self) -> None:
         """Wait until no request runs any more."""
-        async with asyncio.timeout(10):
-            while any(engine.running for engine in self.engines.started):
-                await asyncio.sleep(0.005)
+        await until_so(lambda: not any(engine.running for engine in self.engines.started))
 
 
 @contextlib.asynccontextmanager

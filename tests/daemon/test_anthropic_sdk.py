@@ -14,6 +14,7 @@ import pydantic
 import pytest
 from agent_engine import TEMPLATE, be_an_agent, last_grammar, last_prompt, say
 from daemon_in_loop import Daemon, in_loop, running_daemon
+from waiting import until_so
 
 from quantd.daemon.wire.stream import Timing
 
@@ -127,8 +128,7 @@ async def test_errors_as_the_sdk_sees_them() -> None:
         await client.messages.create(**HI)
         daemon.engine.gate.clear()
         first = asyncio.create_task(client.messages.create(**HI))
-        while not daemon.engine.running:
-            await asyncio.sleep(0.005)
+        await until_so(lambda: daemon.engine.running)
         with pytest.raises(anthropic.RateLimitError):
             await client.messages.create(**HI)
         daemon.engine.gate.set()

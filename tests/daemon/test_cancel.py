@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from daemon_in_loop import Daemon, in_loop, running_daemon
+from waiting import until_so
 
 HI = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 ASKED = {
@@ -26,9 +27,8 @@ async def under_way(daemon: Daemon) -> list[dict[str, Any]]:
 
 async def cancel_when(daemon: Daemon, phase: str) -> None:
     """Cancel the request that is under way once it is so far."""
-    async with asyncio.timeout(10):
-        while not (found := [request for request in await under_way(daemon) if request["phase"] == phase]):
-            await asyncio.sleep(0.005)
+    while not (found := [request for request in await under_way(daemon) if request["phase"] == phase]):
+        await asyncio.sleep(0.005)
     (request,) = found
     assert (await daemon.post("/quantd/cancel", {"id": request["id"]}))[0] == 200
 
@@ -77,9 +77,7 @@ async def test_others_go_on_and_an_unknown_name_is_told() -> None:
         await daemon.service.load("tiny")
         daemon.engine.gate.clear()
         other = asyncio.create_task(daemon.post("/v1/chat/completions", HI | {"max_tokens": 3}))
-        async with asyncio.timeout(10):
-            while not daemon.engine.running:
-                await asyncio.sleep(0.005)
+        await until_so(lambda: daemon.engine.running)
         status, answer = await daemon.post("/quantd/cancel", {"id": "req_0"})
         assert status == 404 and "req_0" in answer["error"]["message"]
         daemon.engine.gate.set()

@@ -13,6 +13,7 @@ import pytest
 from daemon_in_loop import in_loop, running_daemon
 from json_schemas import compiled, takes
 from processes import children_of
+from waiting import until_so
 
 from quantd.daemon.constraints import (
     Choice,
@@ -220,16 +221,12 @@ async def test_nobody_waits_without_end_for_others_grammars() -> None:
 
 async def all_end() -> None:
     """Wait until there is no process."""
-    async with asyncio.timeout(10):
-        while workers():
-            await asyncio.sleep(0.01)
+    await until_so(lambda: not workers())
 
 
 async def new_worker() -> psutil.Process:
     """The process, once there is one."""
-    async with asyncio.timeout(10):
-        while not workers():
-            await asyncio.sleep(0.01)
+    await until_so(lambda: workers())
     return workers()[0]
 
 

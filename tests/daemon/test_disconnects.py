@@ -6,12 +6,12 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Callable
 
 import psutil
 import pytest
 from daemon_in_loop import Daemon, case, in_loop, running_daemon
 from fake_models import QWEN_INFILL
+from waiting import PATIENCE, until_so
 
 from quantd.daemon.limits import Limits
 from quantd.daemon.wire.stream import Timing
@@ -31,12 +31,6 @@ def open_request(daemon: Daemon, body: object, path: str = CHAT, tcp: bool = Fal
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
     return connection
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def num_running(daemon: Daemon) -> int:
@@ -70,11 +64,11 @@ def test_leaving_aborts_at_once(
             await daemon.service.models.entries[0].loaded()
             daemon.engine.gate.clear()
             connection = open_request(daemon, case("c13") | changes | {"stream": stream}, path, tcp)
-            await until(lambda: num_running(daemon) == changes.get("n", 1))
+            await until_so(lambda: num_running(daemon) == changes.get("n", 1))
             if reset:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.close()
-            await until(lambda: num_running(daemon) == 0)
+            await until_so(lambda: num_running(daemon) == 0)
             assert len(daemon.engine.aborted) == changes.get("n", 1)
             await daemon.service.wait_idle()
             assert daemon.service.models.entries[0].model.num_requests == 0
@@ -98,11 +92,11 @@ async def test_leaving_while_the_model_loads() -> None:
     async with running_daemon() as daemon:
         daemon.engines.release = asyncio.Event()
         connection = open_request(daemon, case("c13"))
-        await until(lambda: bool(daemon.engines.configs))
+        await until_so(lambda: daemon.engines.configs)
         connection.close()
         await daemon.service.wait_idle()
         daemon.engines.release.set()
-        await until(lambda: daemon.service.models.entries[0].state == "ready")
+        await until_so(lambda: daemon.service.models.entries[0].state == "ready")
         assert not daemon.engine.seen
 
 
@@ -115,7 +109,7 @@ async def test_fifty_clients_leave_nothing_behind() -> None:
             connection = open_request(daemon, case("c13") | {"stream": number % 2 == 0, "n": 1 + number % 3})
             await asyncio.sleep(0.002)
             connection.close()
-        await until(lambda: num_running(daemon) == 0 and psutil.Process().num_fds() <= before)
+        await until_so(lambda: num_running(daemon) == 0 and psutil.Process().num_fds() <= before)
         await daemon.service.wait_idle()
 
 
@@ -165,11 +159,10 @@ async def test_a_client_that_reads_nothing_is_given_up_and_others_go_on() -> Non
     async with running_daemon(limits=Limits(write_timeout=0.2)) as daemon:
         body = case("c13") | {"max_tokens": 450, "stream": True, "logprobs": True, "n": 8}
         with open_request(daemon, body) as connection:
-            await until(lambda: bool(daemon.engines.started))
+            await until_so(lambda: daemon.engines.started)
             assert (await daemon.post(CHAT, case("c13") | {"max_tokens": 3}))[0] == 200
-            async with asyncio.timeout(10):
-                await daemon.service.wait_idle()
+            await daemon.service.wait_idle()
             assert daemon.service.models.entries[0].model.num_requests == 0
-            connection.settimeout(5)
+            connection.settimeout(PATIENCE)
             received = b"".join(iter(lambda: connection.recv(2**20), b""))
             assert received.startswith(b"HTTP/1.1 200") and b"[DONE]" not in received

@@ -18,6 +18,7 @@ import pytest
 from as_user import CAN_SWITCH, USERS, ask_as
 from daemon_in_loop import in_loop, running_daemon
 from fake_models import QWEN_INFILL
+from waiting import until_so
 
 from quantd.daemon.access.keys import KeyFile
 from quantd.daemon.access.policy import Access
@@ -316,9 +317,7 @@ async def test_prompts_of_unlike_clients_have_unlike_salts_on_every_surface(tmp_
                     seen = len(daemon.engine.seen) if daemon.engines.started else 0
                     async with session.post(path, json=body, headers=headers) as response:
                         assert response.status == 200, await response.text()
-                    async with asyncio.timeout(10):
-                        while len(daemon.engine.seen) == seen:
-                            await asyncio.sleep(0.005)
+                    await until_so(lambda seen=seen: len(daemon.engine.seen) > seen)
                     salts += [request.salt for request in daemon.engine.seen[seen:]]
             assert len(salts) == 2 and len(set(salts)) == 2, path
             assert [salt.split("\0")[0] for salt in salts] == ["key:first", "key:second"], path

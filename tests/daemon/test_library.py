@@ -19,10 +19,10 @@ from fake_models import write_model
 from gguf_files import write_tiny
 from hub_server import Hub, running_hub
 from processes import own_children
-from test_disconnects import until
 from test_ollama import refusal
 from test_ollama_sdk import async_client, with_sync
 from test_store import safetensors_bytes
+from waiting import until_so
 
 from quantd.daemon.preset import Preset
 from quantd.daemon.store import Store
@@ -174,9 +174,9 @@ async def test_a_client_that_leaves_while_it_sends_leaves_nothing(tmp_path: Path
         url = f"http://x/api/blobs/sha256:{'0' * 64}"
         sending = asyncio.create_task(daemon.session.post(url, data=endless()).__aenter__())
         blobs = daemon.store.root / ".blobs"
-        await until(lambda: blobs.is_dir() and any(blobs.iterdir()))
+        await until_so(lambda: blobs.is_dir() and any(blobs.iterdir()))
         sending.cancel()
-        await until(lambda: not any(blobs.iterdir()))
+        await until_so(lambda: not any(blobs.iterdir()))
 
 
 @pytest.mark.parametrize(
@@ -231,9 +231,9 @@ async def test_deleting_waits_for_what_runs_and_gives_memory_back(tmp_path: Path
         await client.generate("base")
         daemon.engine.gate.clear()
         answer = asyncio.create_task(client.chat("base", [{"role": "user", "content": "hi"}], options=SHORT))
-        await until(lambda: bool(daemon.engine.running))
+        await until_so(lambda: bool(daemon.engine.running))
         deleting = asyncio.create_task(client.delete("base"))
-        await until(lambda: not daemon.store.list())
+        await until_so(lambda: not daemon.store.list())
         late = asyncio.create_task(client.generate("base", "hi"))
         await asyncio.sleep(0.05)
         assert not deleting.done() and not daemon.engine.closed
@@ -293,9 +293,9 @@ async def test_a_client_that_leaves_ends_its_pull(tmp_path: Path, hub: Hub) -> N
         hub.released.clear()
         lines = await client.pull("hf.co/org/quants:Q8_0", stream=True)
         assert (await anext(lines)).status == "pulling manifest"
-        await until(lambda: bool(own_children()))
+        await until_so(lambda: bool(own_children()))
         await lines.aclose()
-        await until(lambda: not own_children())
+        await until_so(lambda: not own_children())
         hub.released.set()
         assert [model.name for model in daemon.store.list()] == ["base"]
         assert (await client.pull("hf.co/org/quants:Q8_0")).status == "success"
@@ -312,9 +312,9 @@ async def test_a_pull_that_is_called_off_leaves_nothing(
         hub.released.clear()
         lines = await client.pull("pypi:tiny", stream=True)
         assert (await anext(lines)).status == "pulling manifest"
-        await until(lambda: len(own_children()) >= 2 and any(daemon.store.root.glob(".partial-*")))
+        await until_so(lambda: len(own_children()) >= 2 and any(daemon.store.root.glob(".partial-*")))
         await lines.aclose()
-        await until(lambda: not own_children())
+        await until_so(lambda: not own_children())
         assert list(daemon.store.root.glob(".partial-*")) == []
         hub.released.set()
 
@@ -329,4 +329,4 @@ async def test_silence_is_filled_with_the_last_line(tmp_path: Path, hub: Hub) ->
             lines = [await response.content.readline() for _ in range(3)]
             assert set(lines) == {b'{"status":"pulling manifest"}\n'}
         hub.released.set()
-        await until(lambda: not own_children())
+        await until_so(lambda: not own_children())

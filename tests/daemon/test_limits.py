@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from daemon_in_loop import Daemon, in_loop, running_daemon
+from waiting import until_so
 
 from quantd.daemon.access.keys import KeyFile
 from quantd.daemon.access.policy import Access
@@ -36,9 +37,8 @@ async def send(connection: socket.socket, data: bytes) -> None:
 async def receive(connection: socket.socket) -> bytes:
     """All that comes until the other end closes."""
     data = b""
-    async with asyncio.timeout(20):
-        while part := await asyncio.get_running_loop().sock_recv(connection, 65536):
-            data += part
+    while part := await asyncio.get_running_loop().sock_recv(connection, 65536):
+        data += part
     return data
 
 
@@ -169,9 +169,7 @@ async def until_cut(connection: socket.socket) -> None:
     """Wait until the other end has closed, without reading."""
     ends = select.poll()
     ends.register(connection, select.POLLHUP | select.POLLRDHUP)
-    async with asyncio.timeout(20):
-        while not ends.poll(0):
-            await asyncio.sleep(0.02)
+    await until_so(lambda: ends.poll(0))
 
 
 @in_loop
@@ -211,9 +209,7 @@ async def test_of_too_many_connections_idle_ones_go_and_busy_ones_stay() -> None
         for connection in busy:
             await send(connection, head.encode() + body)
         assert await receive(idle) == b""
-        async with asyncio.timeout(10):
-            while len(daemon.engine.running) < 3:
-                await asyncio.sleep(0.005)
+        await until_so(lambda: len(daemon.engine.running) >= 3)
         refused = await connect(daemon)
         answer = await receive(refused)
         assert told(answer)[0] == 503 and b"Retry-After: 1" in answer
@@ -234,18 +230,14 @@ async def test_one_client_leaves_room_for_others(tmp_path: Path) -> None:
         await daemon.post(CHAT, HI)
         daemon.engine.gate.clear()
         running = asyncio.create_task(daemon.post(CHAT, HI | {"n": 3}))
-        async with asyncio.timeout(10):
-            while len(daemon.engine.running) < 3:
-                await asyncio.sleep(0.005)
+        await until_so(lambda: len(daemon.engine.running) >= 3)
         async with daemon.session.post(f"http://x{CHAT}", json=HI) as response:
             assert response.status == 429 and response.headers["Retry-After"] == "1"
             assert "max_client_queue" in (await response.json())["error"]["message"]
         assert (await daemon.post("/api/chat", HI))[0] == 503
         async with daemon.over_port(headers) as session:
             other = asyncio.create_task(session.post(CHAT, json=HI))
-            async with asyncio.timeout(10):
-                while len(daemon.engine.running) < 4:
-                    await asyncio.sleep(0.005)
+            await until_so(lambda: len(daemon.engine.running) >= 4)
             daemon.engine.gate.set()
             async with await other as response:
                 assert response.status == 200

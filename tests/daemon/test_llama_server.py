@@ -10,6 +10,7 @@ import pytest
 from daemon_in_loop import Daemon, case, in_loop, running_daemon
 from fake_models import CHATML, QWEN_INFILL, chat_tokenizer
 from scripted_engine import Script
+from waiting import until_so
 
 from quantd.daemon.text import REPLACEMENT
 
@@ -529,8 +530,7 @@ async def test_slots() -> None:
         assert (await daemon.get("/slots?fail_on_no_slot=1"))[0] == 200
         daemon.engine.gate.clear()
         running = [asyncio.create_task(daemon.post("/completion", {"prompt": "x"})) for _ in range(64)]
-        while len(daemon.engine.running) < 64:
-            await asyncio.sleep(0.005)
+        await until_so(lambda: len(daemon.engine.running) >= 64)
         assert all(slot["is_processing"] for slot in (await daemon.get("/slots"))[1])
         status, reply = await daemon.get("/slots?fail_on_no_slot=1")
         assert status == 503 and reply["error"]["type"] == "unavailable_error"

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from daemon_in_loop import CASES, Daemon, in_loop, running_daemon
+from waiting import PATIENCE
 
 from quantd.engine.request import Request
 
@@ -184,7 +185,7 @@ async def ask_all(daemon: Daemon, requests: Iterator[bytes], seen: Counter[int |
     connection = Connection(daemon)
     for request in requests:
         try:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE):
                 status = await connection.ask(request)
         except TimeoutError:
             raise AssertionError(f"no answer to {request[:3000]!r}") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import re
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from daemon_in_loop import Daemon, in_loop, running_daemon
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import until_so
 
 from quantd.daemon.activity import Peer, Progress, RequestRecord
 from quantd.daemon.engine_totals import EngineTotals
@@ -63,10 +63,7 @@ async def test_values_are_those_that_clients_saw() -> None:
         _, second = await daemon.post(CHAT, HI | {"n": 2, "stop": "user"})
         _, embedded = await daemon.post("/v1/embeddings", {"model": "tiny", "input": ["a b", "c"]})
         daemon.engine.gate.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.1):
-                await daemon.post(CHAT, HI)
-        await daemon.settle()
+        await daemon.leave(CHAT, HI)
         daemon.engine.gate.set()
         await daemon.post(CHAT, HI | {"messages": 5})
         await daemon.post("/nosuch", {})
@@ -108,8 +105,7 @@ async def test_gauges_are_of_the_moment() -> None:
         await daemon.service.load("tiny")
         daemon.engine.gate.clear()
         asked = asyncio.create_task(daemon.post(CHAT, HI))
-        while not daemon.engine.running:
-            await asyncio.sleep(0.005)
+        await until_so(lambda: daemon.engine.running)
         values = await scrape(daemon)
         assert values["quantd_num_requests_running", "tiny"] == 1
         assert values["quantd_kv_cache_usage_perc", "tiny"] == 2 / 64

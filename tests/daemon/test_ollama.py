@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from daemon_in_loop import Daemon, case, in_loop, running_daemon
 from fake_models import CHATML, QWEN_INFILL, chat_tokenizer
-from test_disconnects import open_request, until
+from test_disconnects import open_request
+from waiting import until_so
 
 from quantd.daemon.wire.stream import Timing
 from quantd.engine.errors import CapacityError
@@ -256,7 +257,7 @@ async def test_no_more_than_the_queue_holds() -> None:
         await daemon.service.load("tiny")
         daemon.engine.gate.clear()
         with open_request(daemon, {"model": "tiny", "messages": HI}, CHAT):
-            await until(lambda: bool(daemon.engine.running))
+            await until_so(lambda: bool(daemon.engine.running))
             assert "try again" in await refusal(daemon, CHAT, {"model": "tiny", "messages": HI}, 503)
 
 
@@ -287,7 +288,7 @@ async def test_unloading_ends_nobodys_work() -> None:
         daemon.engine.gate.clear()
         body = {"model": "tiny", "messages": HI, "stream": False, "options": {"num_predict": 3}}
         answer = asyncio.create_task(daemon.post(CHAT, body))
-        await until(lambda: bool(daemon.engine.running))
+        await until_so(lambda: bool(daemon.engine.running))
         status, reply = await daemon.post(GENERATE, {"model": "tiny", "keep_alive": 0})
         assert (status, reply["done_reason"]) == (200, "unload")
         gone = daemon.service.models.entries[0].gone

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from daemon_in_loop import Daemon, case, in_loop, running_daemon
+from waiting import until_so
 
 from quantd.daemon.errors import GenerationError
 from quantd.daemon.tokenizer import Tokenizer
@@ -502,8 +503,7 @@ async def test_statuses_of_what_cannot_be_served() -> None:
         assert (await daemon.post(CHAT, HI))[0] == 200
         daemon.engine.gate.clear()
         first = asyncio.create_task(daemon.post(CHAT, HI))
-        while not daemon.engine.running:
-            await asyncio.sleep(0.005)
+        await until_so(lambda: daemon.engine.running)
         async with daemon.session.post(f"http://x{CHAT}", json=HI | {"n": 2}) as response:
             assert response.status == 429 and response.headers["Retry-After"]
         daemon.engine.gate.set()

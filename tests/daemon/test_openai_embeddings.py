@@ -14,8 +14,9 @@ import openai
 import pytest
 from daemon_in_loop import Daemon, in_loop, running_daemon
 from scripted_engine import FAULTY_TOKEN, vector_of
-from test_disconnects import num_running, open_request, until
+from test_disconnects import num_running, open_request
 from test_openai_sdk import async_client
+from waiting import until_so
 
 from quantd.daemon.embedding_head import EmbeddingHead
 from quantd.daemon.embeddings import MOST_AT_ONCE, EmbeddingRequest, floats
@@ -178,7 +179,7 @@ def test_many_texts_go_through_a_few_at_a_time(max_queue: int, number: int, leng
             prompts = [[3 + i % 200] * length for i in range(number)]
             asked = asyncio.create_task(daemon.post(PATH, {"input": prompts}))
             at_once = min(MOST_AT_ONCE, max_queue, 2048 // length)
-            await until(lambda: num_running(daemon) == at_once)
+            await until_so(lambda: num_running(daemon) == at_once)
             await asyncio.sleep(0.02)
             assert num_running(daemon) == at_once
             daemon.engine.gate.set()
@@ -199,11 +200,11 @@ async def test_texts_count_towards_what_is_under_way() -> None:
         await daemon.post(PATH, {"input": "hi"})
         daemon.engine.gate.clear()
         asked = asyncio.create_task(daemon.post(PATH, {"input": [[40]] * 1000}))
-        await until(lambda: num_running(daemon) == MOST_AT_ONCE)
+        await until_so(lambda: num_running(daemon) == MOST_AT_ONCE)
         status, reply = await daemon.post(PATH, {"input": [[40]] * 7})
         assert (status, reply["error"]["code"]) == (429, "overloaded")
         also = asyncio.create_task(daemon.post(PATH, {"input": [[40]] * 6}))
-        await until(lambda: num_running(daemon) == MOST_AT_ONCE + 6)
+        await until_so(lambda: num_running(daemon) == MOST_AT_ONCE + 6)
         daemon.engine.gate.set()
         assert [(await task)[0] for task in (asked, also)] == [200, 200]
 
@@ -228,7 +229,7 @@ async def test_an_engine_that_dies_is_told() -> None:
         await daemon.post(PATH, {"input": "hi"})
         daemon.engine.gate.clear()
         asked = asyncio.create_task(daemon.post(PATH, {"input": [[40]] * 100}))
-        await until(lambda: num_running(daemon) == MOST_AT_ONCE)
+        await until_so(lambda: num_running(daemon) == MOST_AT_ONCE)
         daemon.engine.died.set_result("the engine was killed")
         status, reply = await asked
         assert (status, reply["error"]["code"]) == (503, "engine_died")
@@ -242,9 +243,9 @@ def test_leaving_aborts_all_texts(tcp: bool) -> None:
             await daemon.post(PATH, {"input": "hi"})
             daemon.engine.gate.clear()
             connection = open_request(daemon, {"input": [[40]] * 300}, PATH, tcp)
-            await until(lambda: num_running(daemon) == MOST_AT_ONCE)
+            await until_so(lambda: num_running(daemon) == MOST_AT_ONCE)
             connection.close()
-            await until(lambda: num_running(daemon) == 0)
+            await until_so(lambda: num_running(daemon) == 0)
             await daemon.service.wait_idle()
             assert len(daemon.engine.aborted) == MOST_AT_ONCE
             assert len(daemon.engine.seen) == 1 + MOST_AT_ONCE

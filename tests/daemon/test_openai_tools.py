@@ -13,6 +13,7 @@ from agent_engine import TEMPLATE
 from daemon_in_loop import Daemon, in_loop, running_daemon
 from test_openai import CHAT, chunks_of, refused
 from test_openai_sdk import async_client
+from waiting import until_so
 
 QUESTION: list[Any] = [{"role": "user", "content": "How is gauge 4?"}]
 
@@ -249,8 +250,7 @@ async def test_a_client_that_leaves_ends_forced_calls_too() -> None:
                 model="tiny", messages=QUESTION, tools=[TOOL], tool_choice="required"
             )
         )
-        while not daemon.engine.running:
-            await asyncio.sleep(0.005)
+        await until_so(lambda: daemon.engine.running)
         task.cancel()
         await daemon.settle()
         assert daemon.engine.aborted

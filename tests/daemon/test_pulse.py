@@ -34,7 +34,8 @@ class Engine:
             self.died.set_result(reason)
 
 
-async def looked_at(engine: Engine, seconds: float) -> Pulse:
+async def looked_at(engine: Engine, seconds: float = 0.3) -> Pulse:
+    """For so long that one that stands still is ended."""
     pulse = Pulse("a", engine, 0.05)
     pulse.start()
     await asyncio.sleep(seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import logging
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from daemon_in_loop import Daemon, in_loop, running_daemon
+from waiting import until_so
 
 from quantd.daemon.activity import CLIENT_LEFT, Peer, RequestRecord
 from quantd.daemon.request_log import RequestLog
@@ -73,11 +73,8 @@ async def test_how_requests_end(tmp_path: Path) -> None:
         await daemon.post("/v1/chat/completions", HI | {"model": "nosuch"})
         await daemon.post("/v1/completions", {"model": "tiny", "prompt": [5] * 600})
         await daemon.post("/nosuch", {})
-        with contextlib.suppress(TimeoutError):
-            daemon.engine.gate.clear()
-            async with asyncio.timeout(0.2):
-                await daemon.post("/v1/chat/completions", HI)
-        await daemon.settle()
+        daemon.engine.gate.clear()
+        await daemon.leave("/v1/chat/completions", HI)
         async with daemon.session.post("http://x/v1/chat/completions", json=HI | {"stream": True}) as left:
             daemon.engine.gate.set()
             await left.content.readline()
@@ -85,8 +82,7 @@ async def test_how_requests_end(tmp_path: Path) -> None:
         daemon.engine.gate.clear()
         body = HI | {"stream": True}
         async with daemon.session.post("http://x/v1/chat/completions", json=body) as broken:
-            while not daemon.engine.running:
-                await asyncio.sleep(0.005)
+            await until_so(lambda: daemon.engine.running)
             daemon.engine.died.set_result("the engine is gone")
             await broken.read()
     ends = [(line["route"], line["status"], line["end"]) for line in lines_of(path)]

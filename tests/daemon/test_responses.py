@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
 from daemon_in_loop import Daemon, case, in_loop, running_daemon
 from fake_models import CHATML
+from waiting import until_so
 
 from quantd.daemon.errors import GenerationError
 from quantd.daemon.wire.encodings import zstd
@@ -319,8 +319,7 @@ async def test_in_the_background() -> None:
 
         daemon.engine.gate.clear()
         ids = [(await daemon.post(RESPONSES, background))[1]["id"] for _ in range(2)]
-        while len(daemon.engine.running) < 2:
-            await asyncio.sleep(0.005)
+        await until_so(lambda: len(daemon.engine.running) >= 2)
         status, cancelled = await daemon.post(f"{RESPONSES}/{ids[0]}/cancel", {})
         assert (status, cancelled["status"]) == (200, "cancelled")
         assert (await deleted(daemon, ids[1]))[1] == {"id": ids[1], "object": "response", "deleted": True}
@@ -345,8 +344,7 @@ async def test_work_in_the_background_ends_with_the_daemon() -> None:
         engine = daemon.engine
         engine.gate.clear()
         await daemon.post(RESPONSES, HI | {"background": True})
-        while not engine.running:
-            await asyncio.sleep(0.005)
+        await until_so(lambda: engine.running)
     assert not engine.running and len(engine.aborted) == 1
 
 

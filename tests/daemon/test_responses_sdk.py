@@ -14,6 +14,7 @@ import pytest
 from agent_engine import TEMPLATE, be_an_agent, last_grammar, last_prompt, say
 from daemon_in_loop import Daemon, in_loop, running_daemon
 from test_openai_sdk import async_client, with_sync
+from waiting import until_so
 
 from quantd.daemon.wire.stream import Timing
 
@@ -220,8 +221,7 @@ async def test_signs_of_life_are_events() -> None:
             kinds = [(await anext(stream)).type for _ in range(4)]
             assert kinds == ["response.created", *["response.in_progress"] * 3]
             daemon.engines.release.set()
-            while not daemon.engines.started:
-                await asyncio.sleep(0.005)
+            await until_so(lambda: daemon.engines.started)
             rest = [event.type async for event in stream]
         assert rest[-1] == "response.incomplete" and "response.created" not in rest
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_engine import INFO
 from test_model_lifecycle import models_of
+from waiting import until_so
 
 from quantd.daemon.errors import NoRoomError
 from quantd.daemon.room import Resident, Room, leavers
@@ -126,9 +127,7 @@ async def test_a_load_waits_for_memory_that_requests_hold_and_says_so(tmp_path: 
         holder = await models.acquire("a")
         engines.shortages.append(7)
         waiting = asyncio.create_task(models.acquire("b"))
-        async with asyncio.timeout(20):
-            while models.entries[-1].note != "waits for memory that requests of a hold":
-                await asyncio.sleep(0.005)
+        await until_so(lambda: models.entries[-1].note == "waits for memory that requests of a hold")
         holder.release()
         assert (await waiting).name == "b"
         assert [entry.name for entry in models.entries] == ["b"]
@@ -141,7 +140,7 @@ async def test_nobody_waits_where_waiting_is_of_no_use(tmp_path: Path) -> None:
         await models.acquire("b")
         engines.shortages.append(2 * (SIZE + OVERHEAD) + 1)
         with pytest.raises(NoRoomError):
-            await asyncio.wait_for(models.acquire("c"), 5)
+            await asyncio.wait_for(models.acquire("c"), 20)
         assert [entry.name for entry in models.entries] == ["a", "b"], "and nobody has gone for it"
 
 
@@ -166,7 +165,7 @@ async def test_a_model_that_was_waited_for_is_used_before_it_goes_for_another(tm
             await asyncio.sleep(0.005)
             model.release()
 
-        await asyncio.wait_for(asyncio.gather(*(use(name) for name in "abababab")), 20)
+        await asyncio.gather(*(use(name) for name in "abababab"))
         assert len(engines.started) == 2
 
 
@@ -175,9 +174,9 @@ async def test_loads_take_turns(tmp_path: Path) -> None:
     async with models_of(tmp_path, "a b") as (models, engines):
         engines.release = asyncio.Event()
         waiting = [asyncio.create_task(models.acquire(name)) for name in "ab"]
-        async with asyncio.timeout(20):
-            while {entry.note for entry in models.entries} != {"", "waits for another model to be loaded"}:
-                await asyncio.sleep(0.005)
+        await until_so(
+            lambda: {entry.note for entry in models.entries} == {"", "waits for another model to be loaded"}
+        )
         assert len(engines.configs) == 1
         engines.release.set()
         await asyncio.gather(*waiting)
@@ -207,8 +206,7 @@ async def test_a_pinned_model_outlasts_its_time_and_everybody_but_who_unloads_it
         await models.unload("a")
         assert not models.entries and not models.is_pinned("a")
         (await models.acquire("a")).release()
-        await asyncio.sleep(0.1)
-        assert not models.entries
+        await until_so(lambda: not models.entries)
         await (await models.load("a", pin=True)).loaded()
         await models.load("a", pin=False)
         await models.let_go("a")
