@@ -11,6 +11,8 @@ from quantd.engine.messages import Stats
 
 _log = logging.getLogger(__name__)
 
+_LOOKS = 4
+
 
 class Beating(Protocol):
     """An engine. It tells its counters between two steps."""
@@ -53,22 +55,34 @@ class Pulse:
             self._looking = None
 
     async def _look(self) -> None:
-        clock, steps, since = asyncio.get_running_loop().time, -1, 0.0
-        while True:
-            await asyncio.sleep(self._seconds / 4)
-            try:
-                async with asyncio.timeout(self._seconds):
-                    stats = await self._engine.stats()
-            except EngineDiedError:
-                return
-            except TimeoutError:
-                self._end()
-                return
-            if stats.steps != steps or not stats.num_running:
-                steps, since = stats.steps, clock()
-            elif clock() - since >= self._seconds:
-                self._end()
-                return
+        """How often, not for how long, it stood still is counted: this process may stand still too."""
+        between = self._seconds / _LOOKS
+        await asyncio.sleep(between)
+        steps, num_still, asked = -1, 0, self._ask()
+        try:
+            while num_still < _LOOKS:
+                await asyncio.sleep(between)
+                num_still += 1
+                if not asked.done():
+                    continue
+                stats, asked = asked.result(), self._ask()
+                if stats is None:
+                    return
+                if stats.steps != steps or not stats.num_running:
+                    steps, num_still = stats.steps, 0
+        finally:
+            asked.cancel()
+        self._end()
+
+    def _ask(self) -> asyncio.Task[Stats | None]:
+        return asyncio.create_task(self._stats())
+
+    async def _stats(self) -> Stats | None:
+        """None of one that has died."""
+        try:
+            return await self._engine.stats()
+        except EngineDiedError:
+            return None
 
     def _end(self) -> None:
         reason = f"the engine was ended: its steps stood still for {self._seconds:g} s (see --hang-seconds)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,16 +16,19 @@ from quantd.engine.messages import Stats
 
 @dataclass
 class Engine:
-    """Answers with `stats`, if it does; keeps the reason that it was ended for, and dies of it if it can."""
+    """Answers with `stats_now`, at once or when `answers` is set; keeps the reason that it was ended
+    for, and dies of it if it can.
+    """
 
     stats_now: Stats | None
     dies: bool = True
     died: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     ended: list[str] = field(default_factory=list)
+    answers: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def stats(self) -> Stats:
         if self.stats_now is None:
-            await asyncio.Event().wait()
+            await self.answers.wait()
         assert self.stats_now is not None
         return self.stats_now
 
@@ -71,6 +75,25 @@ async def test_steps_that_go_on_and_queues_that_wait_are_none() -> None:
         await asyncio.sleep(0.01)
     pulse.stop()
     assert not waiting.ended and not going_on.ended
+
+
+def test_an_engine_is_not_ended_because_the_daemon_was_stopped() -> None:
+    """As both are by a terminal or a service manager, and go on together."""
+
+    async def stop_and_go_on() -> None:
+        engine = Engine(None)
+        pulse = Pulse("a", engine, 0.4)
+        pulse.start()
+        await asyncio.sleep(0.15)
+        time.sleep(1)
+        await asyncio.sleep(0.02)
+        engine.stats_now = Stats(num_running=1, steps=1)
+        engine.answers.set()
+        await asyncio.sleep(0.02)
+        assert not engine.ended
+        pulse.stop()
+
+    asyncio.run(stop_and_go_on())
 
 
 @in_loop
