@@ -24,13 +24,13 @@ if uid != os.geteuid():
     os.setresuid(uid, uid, uid)
 answers = []
 for method, path, body in exchanges:
-    connection = http.client.HTTPConnection("localhost", timeout=20)
+    connection = http.client.HTTPConnection("localhost", timeout=60)
     if isinstance(address, str):
         connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.settimeout(20)
+        connection.sock.settimeout(60)
         connection.sock.connect(address)
     else:
-        connection.sock = socket.create_connection(("127.0.0.1", address), 20)
+        connection.sock = socket.create_connection(("127.0.0.1", address), 60)
     connection.request(method, path, None if body is None else json.dumps(body))
     response = connection.getresponse()
     text = response.read().decode()

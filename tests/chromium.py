@@ -18,6 +18,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from waiting import PATIENCE
 
 _CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -56,7 +57,7 @@ def chromium(folder: Path) -> Iterator[str]:
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while not (folder / _PORT_FILE).exists() or not (folder / _PORT_FILE).read_text().count("\n"):
             assert process.poll() is None and time.monotonic() < deadline, "Chromium does not start"
             time.sleep(0.02)
@@ -89,7 +90,7 @@ class Page:
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         message = {"id": number, "method": method, "params": parameters}
         await self._socket.send_json(message | ({"sessionId": self._session} if self._session else {}))
-        return await asyncio.wait_for(answer, 20)
+        return await asyncio.wait_for(answer, PATIENCE)
 
     async def listen(self) -> None:
         """Take in what the browser says, until it is gone."""
@@ -162,7 +163,7 @@ class Page:
     async def _arrive(self, method: str, **parameters: object) -> None:
         self._loaded.clear()
         await self.send(method, **parameters)
-        await asyncio.wait_for(self._loaded.wait(), 20)
+        await asyncio.wait_for(self._loaded.wait(), PATIENCE)
         await self.until(
             "document.querySelector('#pulse.well, #banner:not([hidden]), dialog[open]') !== null"
         )
@@ -175,12 +176,12 @@ class Page:
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
 
-    async def until(self, script: str | Callable[[], bool], seconds: float = 20.0) -> None:
+    async def until(self, script: str | Callable[[], bool]) -> None:
         """Wait until an expression in the page, or a condition here, is true."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE
         while not (script() if callable(script) else await self.evaluate(script)):
             told = script if isinstance(script, str) else "the condition"
-            assert time.monotonic() < deadline, f"not within {seconds} s: {told}; {self.complaints}"
+            assert time.monotonic() < deadline, f"not within {PATIENCE:g} s: {told}; {self.complaints}"
             await asyncio.sleep(0.02)
 
     async def text(self, selector: str) -> str:

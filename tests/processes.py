@@ -21,7 +21,7 @@ def children_of(parent: psutil.Process, module: str) -> list[psutil.Process]:
     return [child for child in parent.children() if module in _command(child)]
 
 
-def left_after_a_while(before: set[psutil.Process], seconds: float = 5) -> list[list[str]]:
+def left_after_a_while(before: set[psutil.Process], seconds: float = 30) -> list[list[str]]:
     """The command lines of this process' children that still run after some seconds, but for those before."""
     deadline = time.monotonic() + seconds
     while left := set(own_children()) - before:

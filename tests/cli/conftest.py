@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_daemon import FakeDaemon, Quantd
+from waiting import PATIENCE
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def quantd(environment: dict[str, str]) -> Quantd:
             input=input,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=PATIENCE,
             env=environment | variables,
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from waiting import PATIENCE
 
 from quantd.engine.messages import Stats
 
@@ -130,12 +131,12 @@ class FakeDaemon:
 
     def __enter__(self) -> FakeDaemon:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(PATIENCE)
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(10)
+        self._thread.join(PATIENCE)
         self._loop.close()
 
     async def _serve(self) -> None:

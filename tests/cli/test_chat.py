@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from fake_daemon import FakeDaemon
+from waiting import PATIENCE
 
 
 class Terminal:
@@ -27,7 +28,7 @@ class Terminal:
 
     def expect(self, text: str) -> str:
         """What was shown up to the next `text`; fails if that does not come."""
-        assert self._shows(text, 20), f"no {text!r} in {self._seen!r}"
+        assert self._shows(text, PATIENCE), f"no {text!r} in {self._seen!r}"
         before, _, self._seen = self._seen.partition(text)
         return before
 
@@ -122,7 +123,7 @@ def test_a_session(terminal: Terminal, fake_daemon: FakeDaemon, environment: dic
     terminal.type("/bogus\n")
     terminal.expect("No command /bogus")
     terminal.type("/bye\n")
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(PATIENCE) == 0
     history = (Path(environment["QUANTD_HOME"]) / "state" / "chat_history").read_text()
     assert "Hi\n" in history and "/bye\n" in history
 
@@ -133,7 +134,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(terminal: Terminal, fake_
     terminal.expect("there..")
     terminal.type("\x03")
     terminal.expect(">>> ")
-    assert fake_daemon.left.wait(10)
+    assert fake_daemon.left.wait(PATIENCE)
 
     fake_daemon.endless = False
     terminal.type("More\n")
@@ -146,7 +147,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_session(terminal: Terminal, fake_
     terminal.expect("half a line")
     terminal.interrupt_line()
     terminal.type("\x04")
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(PATIENCE) == 0
     assert len(fake_daemon.bodies) == 2
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from fake_daemon import INFO, STATUS, FakeDaemon
 from homes import share_kernels
+from waiting import PATIENCE
 
 from quantd.daemon.cli.client import parse_host
 from quantd.daemon.errors import ConfigError
@@ -219,9 +220,9 @@ def test_ctrl_c_closes_the_connection_and_is_quiet(
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.read(12) == b"Hello there."
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(PATIENCE) == 130
         assert b"Traceback" not in process.stderr.read()
-    assert fake_daemon.left.wait(10)
+    assert fake_daemon.left.wait(PATIENCE)
 
 
 def test_ctrl_c_while_modules_are_imported_is_quiet(quantd, tmp_path: Path) -> None:
@@ -239,9 +240,9 @@ def test_a_reader_that_leaves_is_no_traceback(environment: dict[str, str], fake_
         assert process.stdout is not None and process.stderr is not None
         process.stdout.read(5)
         process.stdout.close()
-        assert process.wait(10) == 1
+        assert process.wait(PATIENCE) == 1
         assert b"Traceback" not in process.stderr.read()
-    assert fake_daemon.left.wait(10)
+    assert fake_daemon.left.wait(PATIENCE)
 
 
 def test_the_shell_completes_commands_and_models(quantd, environment: dict[str, str]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from fake_daemon import STATUS, FakeDaemon, Quantd
+from waiting import PATIENCE
 
 from quantd.daemon.cli.tail import follow, last_lines
 
@@ -144,11 +145,11 @@ def following(path: Path, count: int) -> Iterator[Callable[[], str]]:
     thread = threading.Thread(target=read)
     thread.start()
     try:
-        yield lambda: lines.get(timeout=10)
+        yield lambda: lines.get(timeout=PATIENCE)
     finally:
         with path.open("a") as file:
             file.write("\nEND\n")
-        thread.join(10)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 
@@ -183,4 +184,4 @@ def test_ctrl_c_ends_following(fake_daemon: FakeDaemon, environment: dict[str, s
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == b"hello\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        assert process.wait(PATIENCE) == 0

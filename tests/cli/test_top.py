@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 from fake_daemon import STATUS, FakeDaemon, Quantd, request
 from rich.console import Console
+from waiting import PATIENCE
 
 from quantd.daemon.cli.top_view import Rates, as_ascii, pool_map, rates_between, screen
 
@@ -142,7 +143,7 @@ def test_json_goes_on_line_by_line(fake_daemon: FakeDaemon, environment: dict[st
         lines = [json.loads(process.stdout.readline()) for _ in range(3)]
         process.stdout.close()
         assert lines == [STATUS] * 3
-        assert process.wait(10) == 1, "the reader has gone"
+        assert process.wait(PATIENCE) == 1, "the reader has gone"
 
 
 @dataclass
@@ -154,9 +155,9 @@ class Terminal:
     attributes: list[Any]
     seen: str = ""
 
-    def until(self, condition: Callable[[str], bool], seconds: float = 20.0) -> None:
+    def until(self, condition: Callable[[str], bool]) -> None:
         """Read until what was shown meets the condition."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE
         while not condition(self.seen):
             assert time.monotonic() < deadline, self.seen
             self.read()
@@ -171,7 +172,7 @@ class Terminal:
 
     def end(self) -> int:
         """Its status, once it has ended, with all that it showed read."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while self.process.poll() is None:
             assert time.monotonic() < deadline, self.seen
             self.read()

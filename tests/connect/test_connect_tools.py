@@ -16,6 +16,7 @@ import lupa
 import pytest
 import sexpdata
 from ruamel.yaml import YAML
+from waiting import PATIENCE
 
 from quantd.daemon.capabilities import Capabilities
 from quantd.daemon.connect.edit import ConfigFile, undo, write
@@ -437,7 +438,7 @@ def test_llama_vim_as_vim_reads_it(mine: str, folders: UserFolders, journal: Jou
     subprocess.run(
         ["vim", "-N", "-u", "NONE", "-i", "NONE", "-es", "-S", folders.home / "run.vim"],
         check=True,
-        timeout=30,
+        timeout=PATIENCE,
         stdin=subprocess.DEVNULL,
     )
     config = json.loads(out.read_text())

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from daemon_in_loop import Daemon, in_loop, running_daemon
-from waiting import until_so
+from waiting import PATIENCE, until_so
 
 from quantd.daemon.activity import CLIENT_LEFT, Peer, RequestRecord
 from quantd.daemon.request_log import RequestLog
@@ -185,7 +185,7 @@ def test_daemons_share_a_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
     commands = [[sys.executable, "-c", WRITE, str(path), str(first)] for first in (0, 100, 200)]
     for writer in [subprocess.Popen(command) for command in commands]:
-        assert writer.wait(30) == 0
+        assert writer.wait(PATIENCE) == 0
     assert sorted(number for file in tmp_path.iterdir() for number in numbers(file)) == list(range(300))
 
 
@@ -221,7 +221,7 @@ def test_a_full_disk_loses_lines_and_nothing_else(tmp_path: Path) -> None:
     for _ in range(2):
         # Files end at 1000 bytes there, as on a disk that is full.
         command = [sys.executable, "-c", FILL, str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
         written = numbers(path)
         assert 0 < len(written) < 10 and written == sorted(set(written))
         assert "lines are left out: File too large" in done.stderr

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import PATIENCE
 
 from quantd.daemon.access.keys import KeyFile
 from quantd.daemon.config import EngineOptions, ServeConfig
@@ -66,7 +67,7 @@ def test_a_signal_ends_it_cleanly(tmp_path: Path, number: int) -> None:
     with serving(path) as process:
         assert b"200 OK" in ask(path, "GET /v1/models")
         process.send_signal(number)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0
         assert "HEAVY []" in errors and "Traceback" not in errors
         assert not path.exists()
@@ -78,7 +79,7 @@ def test_a_stop_request_ends_it(tmp_path: Path) -> None:
         status = json.loads(ask(path, "GET /quantd/status").split(b"\r\n\r\n", 1)[1])
         assert status["pid"] == process.pid and status["listening"] == [f"unix:{path}"]
         assert b"200 OK" in ask(path, "POST /quantd/stop")
-        assert process.wait(20) == 0
+        assert process.wait(PATIENCE) == 0
 
 
 def test_a_killed_daemons_socket_is_taken_over_and_a_live_ones_is_not(tmp_path: Path) -> None:
@@ -89,12 +90,12 @@ def test_a_killed_daemons_socket_is_taken_over_and_a_live_ones_is_not(tmp_path: 
         assert path.exists()
     with serving(path, "0") as process:
         second = start(path)
-        _, errors = second.communicate(timeout=20)
+        _, errors = second.communicate(timeout=PATIENCE)
         assert second.returncode == 1 and str(path) in errors and "Traceback" not in errors
         listening = json.loads(ask(path, "GET /quantd/status").split(b"\r\n\r\n", 1)[1])["listening"]
         port = listening[1].rpartition(":")[2]
         third = start(tmp_path / "other.sock", port)
-        _, errors = third.communicate(timeout=20)
+        _, errors = third.communicate(timeout=PATIENCE)
         assert third.returncode == 1 and f"127.0.0.1:{port}" in errors
         assert b"200 OK" in ask(path, "GET /health")
         assert process.poll() is None
@@ -104,7 +105,7 @@ def test_a_killed_daemons_socket_is_taken_over_and_a_live_ones_is_not(tmp_path: 
 def test_an_address_that_others_reach_is_refused_without_a_key(tmp_path: Path, host: str) -> None:
     path = tmp_path / "api.sock"
     refused = start(path, "0", host)
-    _, errors = refused.communicate(timeout=20)
+    _, errors = refused.communicate(timeout=PATIENCE)
     assert refused.returncode == 1 and "Traceback" not in errors
     assert "other machines can reach this" in errors and "quantd key add NAME" in errors
     assert not path.exists()
@@ -117,9 +118,9 @@ def test_with_a_key_all_addresses_are_served_to_who_has_it(tmp_path: Path) -> No
         listening = json.loads(ask(path, "GET /quantd/status").split(b"\r\n\r\n", 1)[1])["listening"]
         url = f"http://127.0.0.1:{listening[1].rpartition(':')[2]}/v1/models"
         with pytest.raises(urllib.error.HTTPError, match="401"):
-            urllib.request.urlopen(url, timeout=20)
+            urllib.request.urlopen(url, timeout=PATIENCE)
         request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
-        with urllib.request.urlopen(request, timeout=20) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             assert response.status == 200
 
 
@@ -134,7 +135,7 @@ def test_what_is_not_http_takes_a_line_of_the_log(tmp_path: Path) -> None:
             assert json.loads(body)["error"]["type"] == "invalid_request_error"
         assert b"200 OK" in ask(path, "GET /health")
         process.terminate()
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=PATIENCE)
         assert "not HTTP" in errors and "Traceback" not in errors
 
 

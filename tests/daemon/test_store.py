@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from fake_models import write_model
 from gguf_files import write_tiny
+from waiting import PATIENCE
 
 from quantd.daemon.errors import ModelNotFoundError, StoreError
 from quantd.daemon.pull import Progress
@@ -305,7 +306,7 @@ class SlowSource:
         with (folder / "tiny.gguf").open("wb") as out:
             out.write(data[: len(data) // 2])
             progress("downloading", len(data) // 2, len(data))
-            assert self.go.wait(20)
+            assert self.go.wait(PATIENCE)
             out.write(data[len(data) // 2 :])
 
 
@@ -314,12 +315,12 @@ def test_nothing_is_listed_before_it_is_whole(store: Store, gguf_file: Path) -> 
     half = threading.Event()
     thread = threading.Thread(target=store.add, args=(source, None, lambda *_: half.set()))
     thread.start()
-    assert half.wait(20)
+    assert half.wait(PATIENCE)
     assert store.list() == []
     with pytest.raises(ModelNotFoundError):
         store.get("slow")
     source.go.set()
-    thread.join(20)
+    thread.join(PATIENCE)
     assert [model.name for model in store.list()] == ["slow"]
 
 
@@ -339,12 +340,12 @@ def test_two_at_once_fetch_once(store: Store, gguf_file: Path) -> None:
         threading.Thread(target=lambda: found.append(store.add(source, None, second_progress))),
     ]
     threads[0].start()
-    assert started.wait(20)
+    assert started.wait(PATIENCE)
     threads[1].start()
-    assert waiting.wait(20)
+    assert waiting.wait(PATIENCE)
     source.go.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(PATIENCE)
     assert stages == ["waiting"]
     assert len(source.calls) == 1
     assert found[0] == found[1]
@@ -416,7 +417,7 @@ class Slow:
     def fetch(self, folder, progress):
         (folder / "tiny.gguf").write_bytes(b"GGUF half")
         print("half", flush=True)
-        time.sleep(60)
+        time.sleep(600)
 
 end_tidily()
 Store(Path(sys.argv[1])).add(Slow())
@@ -429,7 +430,7 @@ def test_a_fetch_that_is_told_to_end_leaves_nothing(store: Store) -> None:
         assert process.stdout is not None and process.stdout.readline() == b"half\n"
         assert len(partials(store)) == 1
         process.terminate()
-        assert process.wait(20) == 128 + signal.SIGTERM
+        assert process.wait(PATIENCE) == 128 + signal.SIGTERM
     assert partials(store) == []
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from daemon_in_loop import in_loop
+from waiting import PATIENCE
 
 from quantd.daemon import watch
 from quantd.daemon.errors import ListenError
@@ -48,7 +49,7 @@ def manager(folder: Path) -> Iterator[socket.socket]:
     """A notify socket as a service manager has it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
         channel.bind(str(folder / "notify"))
-        channel.settimeout(20)
+        channel.settimeout(PATIENCE)
         yield channel
 
 
@@ -60,7 +61,7 @@ def ask(path: Path, request: str) -> bytes:
 
 
 def ask_once_there(path: Path, request: str) -> bytes:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE
     while True:
         try:
             return ask(path, request)
@@ -92,7 +93,7 @@ def test_sockets_of_systemd_are_served_and_an_unused_daemon_ends(
             assert told[0] == "READY=1"
             assert "STATUS=no model in memory" in told and "STOPPING=1" in told
             assert int(told[-1].rpartition("=")[2]) == 15e6
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE) == 0
         finally:
             process.kill()
     assert path.exists(), "the socket is the manager's, who listens on"

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from as_user import CAN_SWITCH, USERS, ask_as
 from chromium import chromium, new_page
 from homes import add_tiny, share_kernels
 from processes import children_of
+from waiting import PATIENCE, run_steadily, until
 
 from quantd.daemon.store import Store
 
@@ -37,13 +38,6 @@ CHAT = "/v1/chat/completions"
 
 def case(name: str) -> dict[str, Any]:
     return json.loads((DATA / "cases" / f"{name}.json").read_text())["body"]
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
 
 
 def wait_for_text(stream: Iterator[Any]) -> None:
@@ -61,7 +55,7 @@ class Served:
 
     def http(self) -> httpx2.Client:
         return httpx2.Client(
-            transport=httpx2.HTTPTransport(uds=str(self.path)), base_url="http://x", timeout=60
+            transport=httpx2.HTTPTransport(uds=str(self.path)), base_url="http://x", timeout=PATIENCE
         )
 
     def url(self) -> str:
@@ -99,6 +93,16 @@ class Served:
 
         until(idle, "no request holds a block")
 
+    def num_waiting(self) -> int:
+        """Requests that no step has taken up: all that come while the engine is suspended."""
+        with self.http() as http:
+            (model,) = http.get("/quantd/status").json()["models"]
+        return len(model["waiting"])
+
+    def said(self) -> str:
+        """Its log so far."""
+        return (self.path.parent / "log").read_text()
+
     def engine(self) -> psutil.Process:
         (engine,) = children_of(psutil.Process(self.process.pid), "quantd.engine.loop")
         return engine
@@ -120,9 +124,9 @@ def serve(home: Path, model: str, *flags: str) -> Iterator[Served]:
     """Start a daemon, have it load the model, end whatever is left of it."""
     share_kernels(home)
     folder = Path(tempfile.mkdtemp(dir=home))
-    path, log = folder / "api.sock", folder / "log"
+    path = folder / "api.sock"
     command = [sys.executable, "-P", "-m", "quantd.daemon.cli.main", "serve", "--socket", str(path)]
-    with log.open("wb") as output:
+    with (folder / "log").open("wb") as output:
         process = subprocess.Popen(
             [*command, "--port", "0", "--model", model, *flags],
             stderr=output,
@@ -130,16 +134,16 @@ def serve(home: Path, model: str, *flags: str) -> Iterator[Served]:
         )
     served = Served(process, path)
     try:
-        until(lambda: b"READY" in log.read_bytes() or process.poll() is not None, "READY")
-        assert process.poll() is None, log.read_text()
+        until(lambda: "READY" in served.said() or process.poll() is not None, "READY")
+        assert process.poll() is None, served.said()
         served.complete({"model": model, "prompt": [40], "max_tokens": 1})
         yield served
     finally:
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.kill()
         process.wait()
-        _, left = psutil.wait_procs(children, timeout=10)
-        assert not left, log.read_text()
+        _, left = psutil.wait_procs(children, timeout=PATIENCE)
+        assert not left, served.said()
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +231,7 @@ def test_each_clients_prompts_are_cached_for_it_alone(served: Served) -> None:
 
     def with_key() -> int:
         headers = {"Authorization": f"Bearer {key}"}
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as http:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=PATIENCE) as http:
             return cached(http.post("/v1/completions", json=body).json())
 
     found = [cached(served.complete(body)), *([as_other()] if CAN_SWITCH else [])]
@@ -331,7 +335,8 @@ def test_leaving_frees_everything(served: Served, changes: dict[str, Any], promp
     """Case c13."""
     served.wait_idle()
     messages = [{"role": "user", "content": "a" * prompt_len}]
-    connection = served.send(case("c13") | {"max_tokens": 1500, "messages": messages} | changes)
+    body = case("c13") | {"max_tokens": 8000 - prompt_len, "messages": messages}
+    connection = served.send(body | changes)
     until(lambda: served.stats()["num_running"] + served.stats()["num_waiting"] > 0, "the request runs")
     connection.close()
     served.wait_idle()
@@ -340,18 +345,29 @@ def test_leaving_frees_everything(served: Served, changes: dict[str, Any], promp
     assert served.stats()["generated_tokens"] == generated
 
 
+def descriptors(processes: Sequence[psutil.Process]) -> list[int]:
+    return [process.num_fds() for process in processes]
+
+
+def no_more(now: Sequence[int], before: Sequence[int]) -> bool:
+    """Whether each count is at most what it was; helpers that end when they are idle take theirs along."""
+    return all(count <= old for count, old in zip(now, before, strict=True))
+
+
 def test_fifty_clients_that_leave_leave_nothing(served: Served) -> None:
     served.wait_idle()
     processes = [psutil.Process(served.process.pid), served.engine()]
-    before = [process.num_fds() for process in processes]
+    before = descriptors(processes)
     aborts = served.stats()["aborts"]
     for number in range(50):
         body = case("c13") | {"max_tokens": 1500, "stream": number % 2 == 0, "n": 1 + number % 3}
         connection = served.send(body)
+        if number == 49:
+            until(lambda: served.stats()["num_running"] > 0, "the last one's runs")
         time.sleep(0.01 * (number % 5))
         connection.close()
     served.wait_idle()
-    until(lambda: [process.num_fds() for process in processes] == before, "descriptors are as before")
+    until(lambda: no_more(descriptors(processes), before), "descriptors are as before")
     assert served.stats()["aborts"] > aborts
     assert served.complete({"prompt": [40], "max_tokens": 3})["usage"]["completion_tokens"] == 3
 
@@ -359,7 +375,7 @@ def test_fifty_clients_that_leave_leave_nothing(served: Served) -> None:
 def test_a_killed_engine_is_told_and_replaced(served: Served) -> None:
     with served.client() as client:
         stream = client.chat.completions.create(
-            model="tiny", messages=STORY, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+            model="tiny", messages=STORY, max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
         )
         wait_for_text(stream)
         old = served.engine()
@@ -405,12 +421,15 @@ def test_sigterm_lets_requests_finish(tiny_home: Path) -> None:
         replies: list[tuple[int, Any]] = []
         body = case("c13") | {"max_tokens": 600}
         asking = threading.Thread(target=lambda: replies.append(daemon.post(CHAT, body)))
+        engine.suspend()
         asking.start()
-        until(lambda: daemon.stats()["num_running"] == 1, "the request runs")
+        until(lambda: daemon.num_waiting() == 1, "the request is there")
         daemon.process.send_signal(signal.SIGTERM)
-        asking.join(60)
+        until(lambda: "stopping: " in daemon.said(), "it stops")
+        engine.resume()
+        asking.join(PATIENCE)
         assert replies[0][0] == 200 and replies[0][1]["usage"]["completion_tokens"] == 600
-        assert daemon.process.wait(20) == 0
+        assert daemon.process.wait(PATIENCE) == 0
         until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, "the engine ends")
         assert not daemon.path.exists()
 
@@ -429,7 +448,7 @@ def test_sigterm_ends_what_outlasts_the_drain_in_the_stated_time(tiny_home: Path
             daemon.process.send_signal(signal.SIGTERM)
             with pytest.raises(openai.APIError, match="closed"):
                 list(stream)
-        assert daemon.process.wait(20) == 0
+        assert daemon.process.wait(PATIENCE) == 0
         assert time.monotonic() - started < 1 + 10
         assert not engine.is_running()
 
@@ -453,13 +472,14 @@ def test_an_engine_that_hangs_in_a_step_is_ended_and_replaced(tiny_home: Path) -
 def test_a_second_signal_ends_it_now(tiny_home: Path) -> None:
     with serve(tiny_home, "tiny", "--kv-memory", "32MiB") as daemon:
         engine = daemon.engine()
+        engine.suspend()
         connection = daemon.send(case("c13") | {"stream": True})
-        until(lambda: daemon.stats()["num_running"] == 1, "the request runs")
+        until(lambda: daemon.num_waiting() == 1, "the request is there")
         daemon.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        until(lambda: "stopping: " in daemon.said(), "it stops")
         assert daemon.process.poll() is None
         daemon.process.send_signal(signal.SIGTERM)
-        assert daemon.process.wait(10) == 1
+        assert daemon.process.wait(PATIENCE) == 1
         connection.close()
         assert not engine.is_running()
 
@@ -541,5 +561,5 @@ def test_the_page_chats_shows_the_pool_and_ends_what_it_began(served: Served, tm
             assert not page.complaints
 
     with chromium(tmp_path / "chromium") as browser:
-        asyncio.run(asyncio.wait_for(use(browser), 60))
+        run_steadily(use(browser))
     served.wait_idle()

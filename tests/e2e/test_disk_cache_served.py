@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 from homes import add_tiny, share_kernels
-from test_daemon import Served, serve, until
+from test_daemon import Served, serve
+from waiting import PATIENCE, until
 
 PROMPT = [20 + number * number % 97 for number in range(180)]
 
@@ -46,7 +47,11 @@ def quantd(daemon: Served, home: Path, *args: str) -> Any:
     command = [sys.executable, "-P", "-m", "quantd.daemon.cli.main", "cache", *args, "--json"]
     environment = os.environ | {"QUANTD_HOME": str(home)}
     done = subprocess.run(
-        [*command, "--socket", str(daemon.path)], env=environment, capture_output=True, text=True, timeout=60
+        [*command, "--socket", str(daemon.path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -68,7 +73,7 @@ def test_a_prefix_outlives_unload_restart_and_kill(home: Path) -> None:
         assert daemon.stats()["disk_hits"] == 176
         ask(daemon, "last words")
         daemon.process.send_signal(signal.SIGTERM)
-        assert daemon.process.wait(20) == 0
+        assert daemon.process.wait(PATIENCE) == 0
     for path in files(home):
         assert path.stat().st_mode & 0o777 == 0o600
     with start(home) as daemon:

@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-from test_daemon import Served, serve, until
+from test_daemon import Served, serve
+from waiting import until
 
 from quantd.daemon.store import Store
 

@@ -7,15 +7,15 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from homes import add_tiny, share_kernels
-from test_daemon import Served, serve, until
+from test_daemon import Served, serve
+from waiting import PATIENCE, until
 
 MIB = 1 << 20
 # Room for one of the two models: each takes 15 MiB of KV cache.
@@ -95,19 +95,19 @@ def test_killed_engines(served: Served) -> None:
     # Nothing goes on meanwhile, so that nobody is done before all are there.
     served.engine().suspend()
     running = [Asked(served, path, body | LONG) for path, (body, _) in SURFACES.items()]
-    until(lambda: len(status_of(served)["models"][0]["waiting"]) == 6, "all surfaces are asked", 60)
+    until(lambda: len(status_of(served)["models"][0]["waiting"]) == 6, "all surfaces are asked")
     served.engine().resume()
     until(lambda: served.stats()["num_running"] == 6, "all surfaces are served")
     served.engine().suspend()
     queued = [Asked(served, path, body) for path, body in QUEUED.items()]
-    until(lambda: len(status_of(served)["models"][0]["waiting"]) == 5, "the others wait", 60)
+    until(lambda: len(status_of(served)["models"][0]["waiting"]) == 5, "the others wait")
     old = served.engine().pid
     served.engine().kill()
     for asked in running:
-        asked.join(30)
+        asked.join(PATIENCE)
         assert SURFACES[asked.path][1] in asked.reply and b"SIGKILL" in asked.reply, asked.reply[-500:]
     for asked in queued:
-        asked.join(30)
+        asked.join(PATIENCE)
         assert asked.status == 200, (asked.path, asked.reply)
     assert served.engine().pid != old
     kill_engine(served)
@@ -142,15 +142,6 @@ def tree_memory(daemon: Served) -> int:
     return sum(each.memory_full_info().uss for each in (process, *process.children(recursive=True)))
 
 
-def within_a_second(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 1
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def test_an_unload_gives_all_memory_back(served: Served) -> None:
     unload_all(served)
     before = tree_memory(served)
@@ -158,8 +149,8 @@ def test_an_unload_gives_all_memory_back(served: Served) -> None:
     engine = served.engine()
     assert tree_memory(served) > before + 100 * MIB
     assert served.post("/quantd/unload", {"model": "tiny"})[0] == 200
-    assert within_a_second(lambda: not psutil.pid_exists(engine.pid))
-    assert within_a_second(lambda: tree_memory(served) < before + 8 * MIB)
+    until(lambda: not psutil.pid_exists(engine.pid), "its engine is gone")
+    until(lambda: tree_memory(served) < before + 8 * MIB, "its memory is back")
 
 
 def quantd_plan(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -22,7 +22,8 @@ from homes import add_tiny
 from in_process import Completion, InProcessEngine
 from processes import own_children
 from safetensors.torch import load_file, save_file
-from test_daemon import DATA, STORY, serve, until, wait_for_text
+from test_daemon import DATA, STORY, serve, wait_for_text
+from waiting import run_steadily, until
 
 from quantd.engine.client import ENGINE_COMMAND, EngineClient
 from quantd.engine.config import EngineConfig
@@ -122,7 +123,7 @@ def test_ranks_answer_as_one_does(name: str) -> None:
 
 
 CONFIG = CASES["tp 4, act-order"].config(tp=2)
-LONG = Request(id="long", prompt=[5, 6, 7], sampling=SamplingParams(max_tokens=200))
+LONG = Request(id="long", prompt=[5, 6, 7], sampling=SamplingParams(max_tokens=2000))
 
 Scenario = Callable[[], Coroutine[Any, Any, None]]
 
@@ -131,7 +132,7 @@ def run(test: Scenario) -> Callable[[], None]:
     """A coroutine as a test."""
 
     def wrapped() -> None:
-        asyncio.run(asyncio.wait_for(test(), 60))
+        run_steadily(test())
 
     wrapped.__name__ = test.__name__
     return wrapped
@@ -160,7 +161,7 @@ def assert_gone(processes: list[psutil.Process]) -> None:
         except psutil.NoSuchProcess:
             return True
 
-    until(lambda: all(map(gone, processes)), "the processes end", 10)
+    until(lambda: all(map(gone, processes)), "the processes end")
 
 
 @run
@@ -222,7 +223,7 @@ async def test_a_rank_without_memory_for_a_step_ends_nothing() -> None:
 async def test_a_rank_killed_while_nothing_runs_is_noticed() -> None:
     async with running() as (client, ranks):
         os.kill(ranks[0].pid, signal.SIGKILL)
-        assert "rank 1 was ended by SIGKILL" in await asyncio.wait_for(client.died, 10)
+        assert "rank 1 was ended by SIGKILL" in await client.died
 
 
 @run
@@ -293,7 +294,7 @@ def test_the_daemon_reports_a_killed_rank_and_loads_the_model_again(home: Path) 
         (rank,) = engine.children()
         with daemon.client() as client:
             stream = client.chat.completions.create(
-                model="tiny", messages=STORY, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+                model="tiny", messages=STORY, max_tokens=8000, stream=True, extra_body={"ignore_eos": True}
             )
             wait_for_text(stream)
             rank.kill()

@@ -15,7 +15,8 @@ import psutil
 import pytest
 from homes import add_tiny
 from soak_load import REQUESTS, Tally, after, load
-from test_daemon import Served, serve, until
+from test_daemon import Served, descriptors, no_more, serve
+from waiting import until
 
 SECONDS = float(os.environ.get("SOAK_SECONDS", "8"))
 NUM_CLIENTS = int(os.environ.get("SOAK_CLIENTS", "200"))
@@ -38,21 +39,12 @@ def memory(served: Served) -> int:
     return sum(process.memory_full_info().uss for process in processes(served))
 
 
-def descriptors(served: Served) -> list[int]:
-    return [process.num_fds() for process in processes(served)]
-
-
-def no_more(now: list[int], before: list[int]) -> bool:
-    """Whether each count is at most what it was; helpers that end when they are idle take theirs along."""
-    return all(count <= old for count, old in zip(now, before, strict=True))
-
-
 def one_round(served: Served, seconds: float) -> tuple[Tally, int, list[int]]:
     """What the clients saw, and the memory and descriptors when they are gone."""
     tally = asyncio.run(load(served.path, NUM_CLIENTS, after(seconds)))
     served.wait_idle()
     assert tally.odd == []
-    return tally, memory(served), descriptors(served)
+    return tally, memory(served), descriptors(processes(served))
 
 
 def test_two_hundred_clients_leave_nothing(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +58,7 @@ def test_two_hundred_clients_leave_nothing(served: Served, capsys: pytest.Captur
         before = now
     else:
         pytest.fail(f"every round ends with more memory than the one before, this one with {now}")
-    until(lambda: no_more(descriptors(served), descriptors_before), "descriptors are as before")
+    until(lambda: no_more(descriptors(processes(served)), descriptors_before), "descriptors are as before")
     assert tally.left
     with capsys.disabled():
         counts = ", ".join(f"{count} x {status}" for status, count in sorted(tally.statuses.items()))
@@ -116,7 +108,7 @@ def test_ten_killed_engines_under_load(served: Served) -> None:
     """What ran is told so, what waited goes to the next engine; nothing is left of any."""
     asyncio.run(load(served.path, 1, after(2), REQUESTS))
     served.wait_idle()
-    before = descriptors(served)
+    before = descriptors(processes(served))
 
     async def kill_ten() -> None:
         for _ in range(10):
@@ -133,4 +125,4 @@ def test_ten_killed_engines_under_load(served: Served) -> None:
     assert all(odd.endswith(": 503") for odd in tally.odd), tally.odd
     served.wait_idle()
     assert served.complete({"prompt": [40], "max_tokens": 3})["usage"]["completion_tokens"] == 3
-    until(lambda: no_more(descriptors(served), before), "descriptors are as before")
+    until(lambda: no_more(descriptors(processes(served)), before), "descriptors are as before")

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from fakes import FATAL_TOKEN, continuation, make_info, make_request
 from processes import own_children
+from waiting import PATIENCE, run_steadily
 
 from quantd.engine.client import EngineClient
 from quantd.engine.config import Allowance, EngineConfig
@@ -46,7 +47,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     """A coroutine as a test."""
 
     def wrapped() -> None:
-        asyncio.run(asyncio.wait_for(test(), 60))
+        run_steadily(test())
 
     wrapped.__name__ = test.__name__
     return wrapped
@@ -229,7 +230,7 @@ async def test_a_step_that_fails_twice_in_a_row_ends_the_process_with_its_reason
                 "error",
                 "the step failed: RuntimeError: the step broke",
             )
-        assert "the step broke" in await asyncio.wait_for(client.died, 10)
+        assert "the step broke" in await client.died
 
 
 @pytest.mark.parametrize(
@@ -325,7 +326,7 @@ def test_the_engine_dies_with_its_parent(model_path: str) -> None:
         assert parent.stdout.readline() == "ready\n"
         (child,) = psutil.Process(parent.pid).children()
         parent.kill()
-    gone, _ = psutil.wait_procs([child], timeout=10)
+    gone, _ = psutil.wait_procs([child], timeout=PATIENCE)
     assert gone
 
 

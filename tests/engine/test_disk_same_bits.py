@@ -10,6 +10,7 @@ import pytest
 import torch
 from recording_sampler import RecordingSampler
 from torch import Tensor
+from waiting import PATIENCE
 
 from quantd.engine.config import EngineConfig
 from quantd.engine.disk_cache import FromDisk, open_disk_cache
@@ -57,7 +58,7 @@ class Engine:
         """Write what it has computed."""
         while self.scheduler.disk._writer is None:
             self.scheduler.disk.turn(self.scheduler.cache)
-            self.inbox.put(self.inbox.get(timeout=20))
+            self.inbox.put(self.inbox.get(timeout=PATIENCE))
             self.loop.step()
         self.inbox.put(Save(20.0))
         self.loop.step()

@@ -17,6 +17,7 @@ from model_oracle import random_model
 from test_models import TINY
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig
+from waiting import PATIENCE
 
 from quantd.engine.config import EngineConfig
 from quantd.engine.errors import RequestError
@@ -373,6 +374,6 @@ def test_grammars_are_compiled_on_a_thread_in_order() -> None:
                 done.set()
 
         grammars.compile(sampling, take)
-    assert done.wait(60)
+    assert done.wait(PATIENCE)
     assert [grammar for grammar, _ in results] == [YES_OR_NO, "start: /[/", NUMBER]
     assert [type(result) for _, result in results] == [Matcher, RequestError, Matcher]

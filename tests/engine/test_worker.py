@@ -8,6 +8,7 @@ import sys
 
 import msgspec
 import pytest
+from waiting import PATIENCE
 
 from quantd.engine.connection import Connection
 from quantd.engine.messages import Failed
@@ -46,12 +47,12 @@ def test_a_rank_ends_when_rank_0_hangs_up(error: str, told: list[Failed], status
         with theirs:
             command = [sys.executable, "-c", CLINGING.format(error=error), str(theirs.fileno())]
             process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        ours.settimeout(20)
+        ours.settimeout(PATIENCE)
         connection, decoder = Connection(ours), msgspec.msgpack.Decoder[FromRank](FromRank)
         try:
             assert [connection.receive(decoder) for _ in told] == told
             ours.shutdown(socket.SHUT_WR)
-            assert process.wait(10) == status
+            assert process.wait(PATIENCE) == status
         finally:
             process.kill()
             process.wait()
