@@ -322,10 +322,11 @@ class Bench:
         return LoadedPart(self.config, decoder, self.place, self.device)
 
 
-def set_up(start: StartRank, spec: DecoderSpec, checkpoint: Checkpoint) -> Bench:
+def set_up(start: StartRank, spec: DecoderSpec, checkpoint: Checkpoint, meets: bool = True) -> Bench:
     """Meet the other ranks if there are any, and get the kernels ready.
 
-    Sets this process's number of torch threads. Raises RequestError, RankError, or QuantdError where ranks
+    meets: without it the rank stays by itself; its part can be loaded then, but not run. Sets this process's
+    number of torch threads. Raises RequestError, RankError, or QuantdError where ranks
     cannot sum or the backend cannot be had.
     """
     config, world, rank = start.config, start.world, start.rank
@@ -334,7 +335,7 @@ def set_up(start: StartRank, spec: DecoderSpec, checkpoint: Checkpoint) -> Bench
     if device.type == "cuda":
         torch.cuda.set_device(device)
     place = Place(Part.of(world, rank))
-    if world.size > 1:
+    if meets and world.size > 1:
         place = connect(world, rank, FileStore(start.store, world.size), spec.hidden_size, device)
     kernel_cache = None if config.kernel_cache is None else Path(config.kernel_cache)
     stage = [rank_device(config, peer) for peer in world.peers(rank)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import click
@@ -36,9 +36,12 @@ def client_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
-def settings_options(*records: type[Any]) -> Decorator:
-    """One option for each setting of the records, in order. `load_config` parses the values."""
+def settings_options(*records: type[Any], only: Container[str] | None = None) -> Decorator:
+    """One option for each setting of the records, in order; only: for those named. `load_config` parses the
+    values.
+    """
     settings = [setting for record in records for setting in settings_of(record).values()]
+    settings = [setting for setting in settings if only is None or setting.name in only]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         for setting in reversed(settings):

@@ -131,12 +131,17 @@ def _matrix(weight: GpuWeight, first: int, last: int, dtype: torch.dtype) -> Ten
 
 
 def tune(weight: GpuWeight, dtype: torch.dtype, tuning: Tuning) -> Tuning:
-    """Time products with a weight on its GPU, for half a minute, and add the best plan to `tuning`."""
+    """Time products with a weight on its GPU, for half a minute, and add the best plan to `tuning`.
+
+    Without tensor-core products no tile is ever launched, so any will do.
+    """
 
     def measure(num_rows: int, splits: int, tile: Tile) -> float:
         x = torch.randn(num_rows, weight.shape[1], dtype=dtype, device=weight.low.device)
         inputs, how = prepare(x, weight), Finish(dtype)
         try:
+            if not tuning.gpu.has_dots:
+                return float(do_bench(lambda: gemv(inputs, weight, how, splits)))
             return float(do_bench(lambda: matmul(inputs, weight, how, splits, tile, tuning.gpu)))
         except OutOfResources:
             return math.inf

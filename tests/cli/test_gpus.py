@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
+from click.testing import CliRunner
 
+from quantd.daemon.cli import tune
 from quantd.daemon.cli.gpus import gpu_lines, gpu_problems, gpu_section, lacking_for_launches
+from quantd.daemon.config import Paths
+from quantd.daemon.store import Store
+from quantd.engine.config import EngineConfig
 from quantd.kernels.gpu.report import GpuDevice, GpuReport, collect, kernels_for
 
 DATA = Path(__file__).parents[1] / "data"
@@ -154,12 +161,42 @@ def test_the_helper_prints_what_it_finds() -> None:
     assert len(report.devices) == torch.cuda.device_count()
 
 
-def test_without_a_gpu_there_is_nothing_to_tune(
-    quantd, fixture_folders: dict[str, Path], tmp_path: Path
-) -> None:
+@pytest.fixture
+def folder(fixture_folders: dict[str, Path], tmp_path: Path) -> Path:
     folder = tmp_path / "tiny"
     shutil.copytree(fixture_folders["autogptq-4b-g32-sym"], folder)
     shutil.copy(next((DATA / "tokenizer").rglob("tokenizer.json")), folder)
+    return folder
+
+
+def test_a_model_is_tuned_as_it_is_dealt_out(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the options, else by the configuration file; each kind of GPU is named with what was found of it."""
+    monkeypatch.setenv("QUANTD_HOME", str(tmp_path))
+    Store(tmp_path / "models").import_path(folder, "tiny")
+    Paths.from_env().config.write_text('[engine]\nbackend = "cpu"\ntp = 2\n')
+    asked = []
+
+    def measure(config: str) -> Iterator[dict[str, object]]:
+        asked.append(msgspec.json.decode(config, type=EngineConfig))
+        for gpu, rank, done, total in (("Ada", 0, 1, 2), ("Ada", 0, 2, 2), ("Ada", 1, 1, 1), ("T4", 2, 1, 1)):
+            yield {"gpu": gpu, "rank": rank, "done": done, "total": total, "path": f"{gpu}.json"}
+
+    monkeypatch.setattr(tune, "_tune", measure)
+    told = CliRunner().invoke(tune.tune_command, ["tiny", "--split", "1,1"])
+    assert (told.exit_code, asked[0].backend, asked[0].tp, asked[0].split) == (0, "gpu", 2, "1,1")
+    assert told.stderr.splitlines()[2:] == [
+        "Ada: measured 1 of 1 shapes of product of rank 1",
+        "T4: measured 1 of 1 shapes of product of rank 2",
+    ]
+    assert told.stdout.splitlines()[1] == "what was found of T4 is in T4.json"
+    told = CliRunner().invoke(tune.tune_command, ["tiny", "--tp", "1", "--json"])
+    assert (asked[1].tp, asked[1].split) == (1, "")
+    assert json.loads(told.stdout)["gpus"][0] == {"gpu": "Ada", "shapes": 3, "path": "Ada.json"}
+
+
+def test_without_a_gpu_there_is_nothing_to_tune(quantd, folder: Path) -> None:
     assert quantd("import", str(folder)).returncode == 0
     done = quantd("tune", "tiny", TRITON_INTERPRET="0")
     assert done.returncode == 1

@@ -27,7 +27,7 @@ from quantd.engine import devices, model_part
 from quantd.engine.client import EngineClient
 from quantd.engine.config import EngineConfig
 from quantd.engine.cuda_graphs import EAGER_USES, CudaRecorder, DecodeGraphs, Record, Replay
-from quantd.engine.devices import keeps_bits, with_backend
+from quantd.engine.devices import keeps_bits, plan_ranks, with_backend
 from quantd.engine.forward import Eager
 from quantd.engine.gpu_blocks import GpuBlocks
 from quantd.engine.gpu_runner import GpuRunner
@@ -46,6 +46,7 @@ from quantd.engine.shard import Part
 from quantd.engine.split import World
 from quantd.engine.token_masks import Masks
 from quantd.engine.tune import tune_model
+from quantd.kernels.gpu import tuning
 from quantd.kernels.gpu.ops import GpuOps
 from quantd.kernels.gpu.tiled import shape_of
 from quantd.kernels.gpu.tuning import Gpu, Shape, Tuning, with_plan
@@ -287,6 +288,42 @@ def test_what_is_tuned_is_kept_and_used_by_the_next_load(folder: Path, tmp_path:
     assert isinstance(ops, GpuOps)
     assert set(ops._tuning.measured) == set(seen)
     assert token_ids(InProcessEngine(config, runner).serve(requests(4)))
+
+
+@pytest.mark.parametrize("names", [("one", "one"), ("one", "other")], ids="-".join)
+@pytest.mark.parametrize("ranks", [{"tp": 2}, {"split": "1,1"}], ids=str)
+def test_what_each_rank_multiplies_with_is_tuned_on_its_gpu(
+    ranks: dict[str, Any],
+    names: tuple[str, str],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing twice on GPUs of one name; every rank then finds plans for all that it has."""
+    monkeypatch.setattr(devices, "_num_gpus", lambda config: 0)
+    monkeypatch.setattr(model_part, "rank_device", lambda config, rank: torch.device("cpu", rank))
+    monkeypatch.setattr(tuning, "gpu_of", lambda device: Gpu(names[device.index], 80, 40))
+    seen = []
+
+    def measure(weight: GpuWeight, dtype: torch.dtype, tuning: Tuning) -> Tuning:
+        seen.append((tuning.gpu.name, shape_of(weight, dtype)))
+        return with_plan(tuning, seen[-1][1], tuning.plan(seen[-1][1]))
+
+    config = config_of(folder, kernel_cache=str(tmp_path), **ranks)
+    told = list(tune_model(config, measure))
+    assert [tuned.gpu for tuned in told] == [name for name, _ in seen]
+    assert len(set(seen)) == len(seen)
+    assert {tuned.gpu for tuned in told if tuned.rank == 1} <= {names[1]}
+    checkpoint, spec = open_checkpoint(folder), decoder_spec(CONFIG)
+    world, found = plan_ranks(config, spec, checkpoint.weight_bytes), set()
+    for rank, name in enumerate(names):
+        bench = set_up(StartRank(config, world, rank, ""), spec, checkpoint, meets=False)
+        assert isinstance(bench.ops, GpuOps)
+        weights = bench.load(spec, checkpoint).decoder.weights.packed
+        shapes = {shape_of(weight, torch.float16) for weight in weights if isinstance(weight, GpuWeight)}
+        assert len(shapes) >= 2 and shapes <= set(bench.ops._tuning.measured)
+        found |= {(name, shape) for shape in shapes}
+    assert found == set(seen)
 
 
 @pytest.mark.parametrize(

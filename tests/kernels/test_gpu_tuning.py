@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantd.kernels.gpu import linear
 from quantd.kernels.gpu.linear import tune
 from quantd.kernels.gpu.targets import SHARED_MEMORY
 from quantd.kernels.gpu.tiled import cut
@@ -176,6 +177,24 @@ def test_few_launches_are_tried_as_each_is_compiled_first() -> None:
 
     search(SHAPES[0], H200, measure)
     assert len({(rows, tile) for rows, _, tile in tried}) <= 40
+
+
+@pytest.mark.parametrize(("capability", "launched"), [(75, "gemv"), (80, "matmul")])
+def test_what_is_timed_is_what_the_gpu_will_launch(
+    capability: int, launched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = set()
+
+    def time(run: Callable[[], object]) -> float:
+        run()
+        return 1.0
+
+    monkeypatch.setattr(linear, "do_bench", time)
+    for name in ("gemv", "matmul"):
+        monkeypatch.setattr(linear, name, lambda *_, name=name: called.add(name))
+    weight = pack(DenseWeight(torch.randn(32, 128)), None, "cpu", torch.float16)
+    tuned = tune(weight, torch.float16, Tuning(Gpu("some", capability, 40)))
+    assert called == {launched} and len(tuned.measured) == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="times kernels on a GPU, and there is none here")
