@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -38,26 +39,29 @@ class GpuRunner(ModelRunner):
         """See AheadRunner."""
         batch = build_batch(plan, self.info.block_size)
         requests = [entry.request for entry in plan.entries if entry.ahead]
-        drawn = _drawn_ids(before, requests, self.info.vocab_size) if requests else None
+        drawn = _drawn_ids(before, requests) if requests else None
         return self._start(plan, batch, drawn)
 
-    def _draw(self, plan: Plan, hidden: Tensor, masks: Future[Masks]) -> Drawing:
+    def _draw(self, plan: Plan, hidden: Tensor, masks: Future[Masks], drawn: Tensor | None) -> Drawing:
         drawing = [entry for entry in plan.entries if entry.samples]
         if not drawing:
             return Drawn([])
         logits = self._part.decoder.logits(hidden)
-        requests, num_ahead = zip(*((entry.request, int(entry.ahead)) for entry in drawing), strict=True)
-        return self._gpu_sampler.start(logits, requests, masks.result(), num_ahead)
+        place = count()
+        places = [next(place) if entry.ahead else None for entry in drawing]
+        return self._gpu_sampler.start(
+            logits, [entry.request for entry in drawing], masks.result(), places, drawn
+        )
 
 
-def _drawn_ids(before: Started | None, requests: Sequence[RequestState], vocab_size: int) -> Tensor:
+def _drawn_ids(before: Started | None, requests: Sequence[RequestState]) -> Tensor:
     """int32 [A] on the device: what the step before draws for these requests, a token each."""
     assert isinstance(before, Step) and isinstance(before.drawing, GpuDrawing), before
     drawing = [entry.request for entry in before.plan.entries if entry.samples]
     rows = {request: row for row, request in enumerate(drawing)}
     wanted = [rows[request] for request in requests]
-    # A request whose logits are not finite ends, but first it goes on, from any token that there is.
-    ids = before.drawing.token_ids.clamp(0, vocab_size - 1)
+    # A request whose logits are not finite ends, but first it goes on, from the token 0 that it has there.
+    ids = before.drawing.token_ids
     if wanted == list(range(len(ids))):
         return ids
     (index,) = moved([torch.tensor(wanted, dtype=torch.int32)], ids.device)

@@ -37,22 +37,25 @@ class GpuSampler:
         self, logits: Tensor, requests: Sequence[RequestState], masks: Masks = NO_MASKS
     ) -> list[Sample]:
         """logits: float32 [R, V] on the device, row r for requests[r], as are the masks, on the CPU."""
-        return self.start(logits, requests, masks, [0] * len(requests)).result()
+        return self.start(logits, requests, masks, [None] * len(requests)).result()
 
     def start(
         self,
         logits: Tensor,
         requests: Sequence[RequestState],
         masks: Masks,
-        num_ahead: Sequence[int],
+        places: Sequence[int | None],
+        drawn: Tensor | None = None,
     ) -> GpuDrawing:
-        """Start to draw. num_ahead: how many tokens of each request before this one nobody knows yet."""
-        pairs = list(zip(requests, num_ahead, strict=True))
-        draws = [_draw(state, logits.shape[1], number) for state, number in pairs]
-        adjustments = [_adjustment(state, number) for state, number in pairs]
+        """Start to draw. places: where in `drawn`, int32 [A] on the device, the latest token of each request
+        is, which is not in its output yet; None: there is none.
+        """
+        pairs = list(zip(requests, places, strict=True))
+        draws = [_draw(state, logits.shape[1], place) for state, place in pairs]
+        adjustments = [_adjustment(state, place) for state, place in pairs]
         mask = None if masks.bits is None else torch.from_numpy(masks.bits)
         inputs = SamplingInputs.of(draws, "cpu", adjustments, mask)
-        token_ids, logprobs, status = sample(logits, _moved(inputs, logits.device))
+        token_ids, logprobs, status = sample(logits, _moved(inputs, logits.device), drawn)
         packed = self._copy(torch.stack((token_ids, logprobs.view(torch.int32), status)))
         with_top = [i for i, state in enumerate(requests) if state.request.sampling.logprobs]
         rows = {i: self._copy(logits[i]) for i in with_top}
@@ -105,34 +108,38 @@ def _tensors(record: SamplingInputs | Edits) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
-def _draw(state: RequestState, vocab_size: int, num_ahead: int) -> Draw:
+def _num_drawn(state: RequestState, place: int | None) -> int:
+    return len(state.output) + (place is not None)
+
+
+def _draw(state: RequestState, vocab_size: int, place: int | None) -> Draw:
     cut = cut_of(state.request.sampling, vocab_size)
     return Draw(
         temperature=cut.temperature,
         seed=state.seed,
-        position=len(state.output) + num_ahead,
+        position=_num_drawn(state, place),
         top_k=cut.top_k,
         top_p=cut.top_p,
         min_p=cut.min_p,
     )
 
 
-def _adjustment(state: RequestState, num_ahead: int) -> Adjustment | None:
+def _adjustment(state: RequestState, place: int | None) -> Adjustment | None:
     """What the request has changed in its logits, if anything; see quantd.engine.penalties."""
     params = state.request.sampling
-    repeats = params.repetition_penalty != 1
-    counts = params.frequency_penalty != 0 or params.presence_penalty != 0
-    masked = masked_ends(state, len(state.output) + num_ahead)
+    masked = masked_ends(state, _num_drawn(state, place))
     bias = params.logit_bias | dict.fromkeys(masked, -torch.inf)
-    if not (repeats or counts or bias):
-        return None
+    if not params.penalizes:
+        return Adjustment(bias) if bias else None
+    known = state.token_counts
     return Adjustment(
         bias=bias,
-        seen=set(state.tokens(0, state.num_tokens)) if repeats else (),
-        output=state.output if counts else (),
+        seen=known.token_ids,
+        counts=known.counts,
         repetition=params.repetition_penalty,
         frequency=params.frequency_penalty,
         presence=params.presence_penalty,
+        place=-1 if place is None else place,
     )
 
 

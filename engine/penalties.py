@@ -55,7 +55,7 @@ def _add_bias(state: RequestState, row: Row) -> None:
 
 def _penalize_repetition(state: RequestState, row: Row) -> None:
     """Scores of tokens in prompt or output move towards minus infinity by a factor (CTRL, 2019)."""
-    seen = np.array(state.tokens(0, state.num_tokens))
+    seen = state.token_counts.token_ids
     scores = row[seen]
     penalty = np.float32(state.request.sampling.repetition_penalty)
     row[seen] = np.where(scores < 0, scores * penalty, scores / penalty)
@@ -68,9 +68,10 @@ def _has_count_penalty(state: RequestState) -> bool:
 
 def _penalize_counts(state: RequestState, row: Row) -> None:
     """Minus frequency_penalty per occurrence in the output, minus presence_penalty once (OpenAI)."""
-    params = state.request.sampling
-    ids, counts = np.unique(state.output, return_counts=True)
-    row[ids] -= (params.frequency_penalty * counts + params.presence_penalty).astype(np.float32)
+    params, known = state.request.sampling, state.token_counts
+    drawn = known.counts > 0
+    taken = params.frequency_penalty * known.counts[drawn] + params.presence_penalty
+    row[known.token_ids[drawn]] -= taken.astype(np.float32)
 
 
 _ADJUSTMENTS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from random import SystemRandom
 from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from quantd.engine.messages import ModelInfo
 from quantd.engine.request import Request, TokenLogprob
+from quantd.engine.token_counts import TokenCounts
 
 if TYPE_CHECKING:
     from quantd.engine.grammar import Matcher
@@ -64,6 +66,16 @@ class RequestState:
     def is_held(self) -> bool:
         """Whether only some tokens may come next."""
         return self.matcher is not None or self.forced is not None
+
+    @property
+    def token_counts(self) -> TokenCounts:
+        """What it has so far; kept, so to be asked for by one thread."""
+        self._token_counts.follow(self.output)
+        return self._token_counts
+
+    @cached_property
+    def _token_counts(self) -> TokenCounts:
+        return TokenCounts(self.request.prompt)
 
     @property
     def num_tokens(self) -> int:

@@ -20,6 +20,7 @@ MAX_GRAMMAR_LEN = 1 << 19
 INT64_MAX = 2**63 - 1
 MAX_TOKENS = 2**31 - 1
 _MOST_BEFORE_THINKING = 4
+_OTHER_TOKEN = -1  # than those that begin and end reasoning
 
 
 class ThinkingBudget(msgspec.Struct, frozen=True):
@@ -43,6 +44,11 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
                 return None
             begin = output.index(self.opening) + 1
         return self.closing if len(output) - begin >= self.num_tokens else None
+
+    def may_force(self, output: Sequence[int]) -> bool:
+        """Whether after this output and one more token, which nobody knows yet, only one may come."""
+        kinds = {_OTHER_TOKEN, _OTHER_TOKEN if self.opening is None else self.opening}
+        return any(self.forced([*output, token_id]) is not None for token_id in kinds)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,11 +81,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
 
     @property
-    def looks_back(self) -> bool:
-        """Whether the tokens drawn so far change how the next one is."""
-        counts = self.frequency_penalty != 0 or self.presence_penalty != 0
-        held = self.grammar is not None or self.thinking is not None
-        return counts or self.repetition_penalty != 1 or held
+    def penalizes(self) -> bool:
+        """Whether tokens that were there before are less, or more, likely."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
 
     def validate(self, vocab_size: int) -> None:
         """Raise RequestError naming the first field that no engine could honour."""

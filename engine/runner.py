@@ -75,7 +75,7 @@ class ModelRunner:
         """drawn: see ModelPart."""
         masks = self._masks.start([entry.request for entry in plan.entries if entry.samples])
         hidden = self._part.forward(batch, drawn)
-        drawing = self._draw(plan, select(hidden, batch.sample_rows), masks)
+        drawing = self._draw(plan, select(hidden, batch.sample_rows), masks, drawn)
         prompts = self._prompt_logits(hidden, batch.prompt_rows)
         pooled = self._hidden_rows(hidden, pooled_rows(plan))
 
@@ -93,8 +93,8 @@ class ModelRunner:
         """See Runner."""
         return self._part.prepare()
 
-    def _draw(self, plan: Plan, hidden: Tensor, masks: Future[Masks]) -> Drawing:
-        """hidden: [S, H], a row for each entry that samples, as have the masks."""
+    def _draw(self, plan: Plan, hidden: Tensor, masks: Future[Masks], drawn: Tensor | None) -> Drawing:
+        """hidden: [S, H], a row for each entry that samples, as have the masks. drawn: see ModelPart."""
         requests = [entry.request for entry in plan.entries if entry.samples]
         if not requests:
             return Drawn([])

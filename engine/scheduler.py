@@ -429,9 +429,12 @@ def _share(state: RequestState, num_behind: int, budget: int) -> int:
 def _is_foreseeable(entry: PlanEntry) -> bool:
     """Whether what follows an entry, but for a token that it draws, is known while it computes.
 
-    What an embedding or a prompt's log probabilities are made of comes to the CPU first.
+    What an embedding or a prompt's log probabilities are made of comes to the CPU first; so does a token
+    after which not all may come.
     """
     request = entry.request.request
     if entry.samples:
-        return not request.sampling.looks_back
+        thinking = request.sampling.thinking
+        may_force = thinking is not None and thinking.may_force(entry.request.output)
+        return request.sampling.grammar is None and not may_force
     return request.embedding is None and request.sampling.prompt_logprobs is None

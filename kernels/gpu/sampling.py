@@ -32,8 +32,11 @@ _EDIT_BLOCK = 256
 _PICK_WARPS = 8  # the noise takes registers
 
 
-def sample(logits: Tensor, inputs: SamplingInputs) -> Samples:
-    """A token of each row of logits, float32 [R, V], which stay as they are."""
+def sample(logits: Tensor, inputs: SamplingInputs, drawn: Tensor | None = None) -> Samples:
+    """A token of each row of logits, float32 [R, V], which stay as they are.
+
+    drawn: int32 [A], where rows' adjustments find the tokens that only the device knows.
+    """
     num_rows, device = len(logits), logits.device
     assert logits.dtype == torch.float32 and logits.is_contiguous()
     samples = Samples(
@@ -42,7 +45,7 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Samples:
         torch.empty(num_rows, dtype=torch.int32, device=device),
     )
     if num_rows > 0:
-        step = _Step(logits, inputs)
+        step = _Step(logits, inputs, drawn)
         step.survey()
         if inputs.draws:
             step.draw()
@@ -53,7 +56,7 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Samples:
 class _Step:
     """The launches for one batch of rows, and the tables that they hand on."""
 
-    def __init__(self, logits: Tensor, inputs: SamplingInputs) -> None:
+    def __init__(self, logits: Tensor, inputs: SamplingInputs, drawn: Tensor | None) -> None:
         num_rows, vocab_size = logits.shape
         chunks = triton.cdiv(vocab_size, _CHUNK)
         words = 0
@@ -61,7 +64,7 @@ class _Step:
             words = inputs.mask.shape[1]
             assert inputs.mask.is_contiguous() and words * 32 >= vocab_size, inputs.mask.shape
         self.logits, self.inputs = logits, inputs
-        self.adjusted = logits if inputs.edits is None else _edited(logits, inputs.edits)
+        self.adjusted = logits if inputs.edits is None else _edited(logits, inputs.edits, drawn)
         self.grid = (num_rows, chunks)
         self.stats = torch.empty(num_rows, NUM_STATS, chunks, device=logits.device)
         self.goals = torch.empty(num_rows, 3, device=logits.device)
@@ -158,17 +161,22 @@ class _Step:
         )
 
 
-def _edited(logits: Tensor, edits: Edits) -> Tensor:
+def _edited(logits: Tensor, edits: Edits, drawn: Tensor | None) -> Tensor:
     """A copy with the edits made."""
     out = logits.clone()
-    grid = (len(logits), triton.cdiv(edits.longest, _EDIT_BLOCK))
+    grid = (len(logits), max(triton.cdiv(edits.longest, _EDIT_BLOCK), 1))
     edit_kernel[grid](
         out,
+        edits.place if drawn is None else drawn,  # then no row has a place in it
         edits.start,
         edits.ids,
         edits.added,
         edits.divisor,
         edits.taken,
+        edits.taken_again,
+        edits.place,
+        edits.repetition,
+        edits.taken_once,
         VOCAB=logits.shape[1],
         BLOCK=_EDIT_BLOCK,
     )

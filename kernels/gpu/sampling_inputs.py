@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,10 @@ import torch
 from torch import Tensor
 
 from quantd.kernels.shortlist import GREEDY_BELOW
+
+Ints: TypeAlias = npt.NDArray[np.int32]
+Floats: TypeAlias = npt.NDArray[np.float32]
+_NO_INTS, _ONCE = np.empty(0, np.int32), np.ones(1, np.int32)
 
 
 class Status(IntEnum):
@@ -49,42 +53,54 @@ class Draw(NamedTuple):
     min_p: float = 0.0
 
 
-@dataclass(frozen=True)
-class Adjustment:
+class Adjustment(NamedTuple):
     """What changes a row's logits before the draw, in this order.
 
-    bias: added, by token id; -inf forbids a token. repetition: of the tokens in `seen`, negative logits
-    are multiplied by it and others divided (CTRL, 2019). frequency, presence: taken off the tokens in
-    `output`, once an occurrence and once (OpenAI).
+    bias: added, by token id; -inf forbids a token. seen: the tokens of prompt and output, distinct and
+    ascending; counts: how often each is in the output. repetition: of seen tokens, negative logits are
+    multiplied by it and others divided (CTRL, 2019). frequency, presence: taken off the tokens in the output,
+    once an occurrence and once (OpenAI). place: where in `drawn` (see sample) one more token of the output
+    is, which only the device knows; -1: there is none.
     """
 
     bias: Mapping[int, float]
-    seen: Collection[int] = ()
-    output: Sequence[int] = ()
+    seen: Ints = _NO_INTS
+    counts: Ints = _NO_INTS
     repetition: float = 1.0
     frequency: float = 0.0
     presence: float = 0.0
+    place: int = -1
 
-    def edits(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Distinct token ids [E], and what to add, to divide by and to take off, [3, E]."""
-        counted, counts = np.unique(np.array(self.output, np.int32), return_counts=True)
+    def edits(self) -> tuple[Ints, Floats]:
+        """Token ids [E], distinct and ascending, and what to add, to divide by, to take off, and to take off
+        where the token that only the device knows is this one, [4, E].
+        """
+        listed = self.counts > 0 if self.repetition == 1 else slice(None)
+        seen, counts = self.seen[listed], self.counts[listed]
         biased = np.fromiter(self.bias, np.int32, len(self.bias))
-        repeated = np.unique(np.fromiter(self.seen, np.int32, len(self.seen)))
-        ids = np.unique(np.concatenate([biased, repeated, counted]))
-        values = np.zeros((3, len(ids)), np.float32)
-        values[1] = 1
-        values[0, np.searchsorted(ids, biased)] = list(self.bias.values())
-        values[1, np.searchsorted(ids, repeated)] = self.repetition
-        values[2, np.searchsorted(ids, counted)] = self.frequency * counts + self.presence
+        ids = np.union1d(biased, seen) if self.bias else seen
+        values = np.zeros((4, len(ids)), np.float32)
+        values[0, ids.searchsorted(biased)] = list(self.bias.values())
+        values[1], values[3] = 1, self.taken(_ONCE)
+        at = ids.searchsorted(seen)
+        values[1, at] = self.repetition
+        values[2, at] = np.where(counts > 0, self.taken(counts), 0)
+        values[3, at] = self.taken(counts + 1)
         return ids, values
+
+    def taken(self, counts: Ints) -> Floats:
+        """What is taken off tokens that are so many times, at least once, in the output."""
+        return (self.frequency * counts + self.presence).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class Edits:
     """Changes of single logits: row r's are those from start[r] to start[r + 1].
 
-    start: int32 [R + 1]. ids: int32 [E], distinct within a row. added, divisor, taken: float32 [E].
-    longest: the most of one row.
+    start: int32 [R + 1]. ids: int32 [E], distinct and ascending within a row. added, divisor, taken: float32
+    [E]. place: int32 [R], see Adjustment. For the token there: repetition: float32 [R], its divisor;
+    taken_again: float32 [E], where it is one of ids, and taken_once: float32 [R], where it is not. longest:
+    the most edits of one row.
     """
 
     start: Tensor
@@ -92,19 +108,36 @@ class Edits:
     added: Tensor
     divisor: Tensor
     taken: Tensor
+    taken_again: Tensor
+    place: Tensor
+    repetition: Tensor
+    taken_once: Tensor
     longest: int
 
     @classmethod
     def of(cls, rows: Sequence[Adjustment | None], device: torch.device | str) -> Edits | None:
-        """Those of all rows; None where no row has any."""
-        parts = [row.edits() if row is not None else _NO_EDITS for row in rows]
-        lengths = [len(ids) for ids, _ in parts]
-        if not any(lengths):
+        """Those of all rows; None where no row has an adjustment."""
+        if not any(row is not None for row in rows):
             return None
-        start = np.cumsum([0, *lengths], dtype=np.int32)
+        adjustments = [row if row is not None else _NO_ADJUSTMENT for row in rows]
+        parts = [row.edits() for row in adjustments]
+        lengths = [len(ids) for ids, _ in parts]
         ids, values = (np.concatenate(part, -1) for part in zip(*parts, strict=True))
-        added, divisor, taken = torch.from_numpy(values).to(device)
-        return cls(_to(start, device), _to(ids, device), added, divisor, taken, max(lengths))
+        added, divisor, taken, taken_again = torch.from_numpy(values).to(device)
+        once = np.array([(row.repetition, *row.taken(_ONCE)) for row in adjustments], np.float32)
+        repetition, taken_once = torch.from_numpy(once.T.copy()).to(device)
+        return cls(
+            start=_to(np.cumsum([0, *lengths], dtype=np.int32), device),
+            ids=_to(ids, device),
+            added=added,
+            divisor=divisor,
+            taken=taken,
+            taken_again=taken_again,
+            place=_to(np.array([row.place for row in adjustments], np.int32), device),
+            repetition=repetition,
+            taken_once=taken_once,
+            longest=max(lengths),
+        )
 
 
 @dataclass(frozen=True)
@@ -157,7 +190,7 @@ class SamplingInputs:
         )
 
 
-_NO_EDITS = (np.empty(0, np.int32), np.empty((3, 0), np.float32))
+_NO_ADJUSTMENT = Adjustment({})
 
 
 def _to(array: npt.NDArray[np.generic], device: torch.device | str) -> Tensor:

@@ -32,16 +32,53 @@ _FOR_K, _FOR_P, _FOR_BEST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def edit_kernel(logits, start, ids, added, divisor, taken, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Change single logits in place; a program for BLOCK edits of a row."""
+def _penalized(x, divisor, taken):
+    return tl.where(x < 0, x * divisor, tl.div_rn(x, divisor)) - taken
+
+
+@triton.jit
+def edit_kernel(
+    logits,
+    drawn,
+    start,
+    ids,
+    added,
+    divisor,
+    taken,
+    taken_again,
+    place,
+    repetition,
+    taken_once,
+    VOCAB: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Change single logits in place; a program for BLOCK edits of a row.
+
+    The row's token in `drawn` is one of the edits, or the program does it whose edits are next below it.
+    """
     row = tl.program_id(0).to(tl.int64)
-    edit = tl.load(start + row) + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = edit < tl.load(start + row + 1)
-    at = logits + row * VOCAB + tl.load(ids + edit, mask=inside, other=0)
-    x = tl.load(at, mask=inside, other=0.0) + tl.load(added + edit, mask=inside, other=0.0)
-    by = tl.load(divisor + edit, mask=inside, other=1.0)
-    x = tl.where(x < 0, x * by, tl.div_rn(x, by)) - tl.load(taken + edit, mask=inside, other=0.0)
-    tl.store(at, x, mask=inside)
+    block = tl.program_id(1)
+    begin, end = tl.load(start + row) + block * BLOCK, tl.load(start + row + 1)
+    at = tl.load(place + row)
+    last = tl.load(drawn + at, mask=at >= 0, other=-1)
+    by_last = tl.load(repetition + row)
+
+    edit = begin + tl.arange(0, BLOCK)
+    inside = edit < end
+    token = tl.load(ids + edit, mask=inside, other=VOCAB)
+    again = token == last
+    by = tl.where(again, by_last, tl.load(divisor + edit, mask=inside, other=1.0))
+    once = tl.load(taken + edit, mask=inside, other=0.0)
+    less = tl.where(again, tl.load(taken_again + edit, mask=inside, other=0.0), once)
+    row_logits = logits + row * VOCAB
+    x = tl.load(row_logits + token, mask=inside, other=0.0) + tl.load(added + edit, mask=inside, other=0.0)
+    tl.store(row_logits + token, _penalized(x, by, less), mask=inside)
+
+    lowest = tl.where(block == 0, 0, tl.load(ids + begin, mask=begin < end, other=VOCAB))
+    behind = tl.load(ids + begin + BLOCK, mask=begin + BLOCK < end, other=VOCAB)
+    is_new = (last >= lowest) & (last < behind) & (tl.sum(again.to(tl.int32), 0) == 0)
+    x = tl.load(row_logits + last, mask=is_new, other=0.0)
+    tl.store(row_logits + last, _penalized(x, by_last, tl.load(taken_once + row)), mask=is_new)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ from quantd.engine.models.architectures import decoder_spec
 from quantd.engine.parallel import Place
 from quantd.engine.plan import AheadRunner, Plan, RequestState, Started
 from quantd.engine.rank_messages import StartRank
-from quantd.engine.request import EmbeddingParams, Pooling, Request, SamplingParams
+from quantd.engine.request import EmbeddingParams, Pooling, Request, SamplingParams, ThinkingBudget
 from quantd.engine.runner import ModelRunner, build_runner
 from quantd.engine.sampler import Sampler
 from quantd.engine.shard import Part
@@ -242,7 +242,7 @@ class Watched:
 
 
 def test_steps_started_ahead_write_the_same_text(folder: Path) -> None:
-    """One request after another stops or is full, with seeds and without; the others go on.
+    """One request after another stops or is full, with seeds, penalties and without; the others go on.
 
     The second prompt comes in chunks, beside a token that is drawn.
     """
@@ -255,18 +255,54 @@ def test_steps_started_ahead_write_the_same_text(folder: Path) -> None:
         for request, params in zip(
             requests(0),
             [
-                {"max_tokens": 6, "temperature": 0.8, "seed": 3, "stop_token_ids": tuple(range(0, 40, 5))},
+                {
+                    "max_tokens": 6,
+                    "temperature": 0.8,
+                    "seed": 3,
+                    "stop_token_ids": tuple(range(0, 40, 5)),
+                    "repetition_penalty": 1.1,
+                },
                 {"max_tokens": 3, "temperature": 0.0, "logprobs": 2},
-                {"max_tokens": 5, "temperature": 1.0, "seed": 9, "min_tokens": 3, "stop_token_ids": (1, 2)},
+                {
+                    "max_tokens": 5,
+                    "temperature": 1.0,
+                    "seed": 9,
+                    "min_tokens": 3,
+                    "stop_token_ids": (1, 2),
+                    "presence_penalty": 1.0,
+                    "thinking": ThinkingBudget(3, closing=39),
+                },
             ],
             strict=True,
         )
     ]
     ahead = InProcessEngine(config, runner).serve(asked)
     assert [True, False] in runner.entries
-    assert runner.ahead.count(True) >= 4
+    assert runner.ahead.count(True) >= 3
     in_turn = InProcessEngine(config, ModelRunner(built._part, GpuSampler(), built.info))
     assert ahead == in_turn.serve(asked)
+
+
+def test_penalties_in_steps_started_ahead_are_those_of_the_reference(folder: Path) -> None:
+    """So strong that a token counted late shows. Blocks are wanting: one request loses its own."""
+    penalties: list[dict[str, Any]] = [
+        {"repetition_penalty": 3.0},
+        {"frequency_penalty": 2.0, "presence_penalty": 2.0},
+        {"repetition_penalty": 3.0, "presence_penalty": 1.0},
+    ]
+    asked = [
+        msgspec.structs.replace(request, sampling=SamplingParams(temperature=0.0, max_tokens=5, **params))
+        for request, params in zip(requests(0), penalties, strict=True)
+    ]
+    reference = config_of(folder, backend="reference")
+    theirs = InProcessEngine(reference, build(reference)).serve(asked)
+    runner = Watched(cast(AheadRunner, build(config_of(folder))))
+    engine = InProcessEngine(config_of(folder), runner, num_blocks=6)
+    assert token_ids(engine.serve(asked)) == token_ids(theirs)
+    assert engine.scheduler.counters.preemptions >= 1
+    assert runner.ahead.count(True) >= 3
+    free = InProcessEngine(reference, build(reference)).serve(requests(5))
+    assert all(one != other for one, other in zip(token_ids(theirs), token_ids(free), strict=True))
 
 
 def test_what_is_tuned_is_kept_and_used_by_the_next_load(folder: Path, tmp_path: Path) -> None:

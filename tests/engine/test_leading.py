@@ -256,7 +256,11 @@ class Watched(GpuRunner):
 @pytest.mark.parametrize("name", ["tp 2", "two stages", "three stages of two"])
 def test_steps_started_ahead_on_ranks_write_the_same_text(name: str) -> None:
     """Requests end one after another, so that others change their rows, some beside chunks of a prompt."""
-    params: list[dict[str, Any]] = [{"seed": 1}, {"temperature": 0.0}, {"seed": 2}]
+    params: list[dict[str, Any]] = [
+        {"seed": 1, "repetition_penalty": 1.2},
+        {"temperature": 0.0, "frequency_penalty": 0.5},
+        {"seed": 2},
+    ]
     asked = [
         msgspec.structs.replace(request, sampling=SamplingParams(max_tokens=4 + 3 * i, **params[i]))
         for i, request in enumerate(requests(3, 0))

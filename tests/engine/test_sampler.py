@@ -205,6 +205,15 @@ def test_repetition_penalty_equals_transformers_over_prompt_and_output() -> None
     np.testing.assert_allclose(result, expected[0].numpy(), rtol=1e-6)
 
 
+def test_tokens_are_counted_as_the_output_grows() -> None:
+    request = state()
+    for number in (0, 3, 3, 9):
+        request.output += [(number * i * i) % 17 for i in range(len(request.output), number)]
+        known = request.token_counts
+        assert known.token_ids.tolist() == sorted({*PROMPT, *request.output})
+        assert known.counts.tolist() == [request.output.count(token) for token in known.token_ids]
+
+
 def test_count_penalties_look_at_the_output_alone() -> None:
     row = logits()[0].numpy()
     expected = row.copy()

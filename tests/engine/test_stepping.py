@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 from fakes import (
@@ -20,9 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantd.engine.config import EngineConfig
+from quantd.engine.grammar import Matcher
 from quantd.engine.messages import ModelInfo
 from quantd.engine.plan import AheadRunner, Plan
-from quantd.engine.request import Request, TokenEvent
+from quantd.engine.request import Request, ThinkingBudget, TokenEvent
 from quantd.engine.scheduler import Scheduler
 from quantd.engine.step_limits import LEAST_TOKENS
 from quantd.engine.stepping import InTurn, OneAhead, stepping_of
@@ -128,15 +130,46 @@ def test_an_abort_takes_its_part_of_the_step_under_way() -> None:
     assert engine.output("b") == continuation(request, engine.scheduler.info)[0]
 
 
-@pytest.mark.parametrize("sampling", [{"repetition_penalty": 1.1}, {"presence_penalty": 0.5}])
-def test_what_looks_back_at_its_tokens_is_not_started_before_they_are_known(
-    sampling: dict[str, float],
+@pytest.mark.parametrize(
+    ("sampling", "ahead"),
+    [
+        ({"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5}, [1, 1, 1, 1]),
+        ({"logit_bias": {5: 1.0}, "min_tokens": 2, "seed": 1, "logprobs": 2}, [1, 1, 1, 1]),
+        ({"grammar": "start: /a*/", "stop_token_ids": (63,)}, [0, 0, 0, 0]),
+        ({"thinking": ThinkingBudget(9, closing=63)}, [1, 1, 1, 1]),
+        ({"thinking": ThinkingBudget(3, closing=63)}, [1, 1, 0, 0]),
+        ({"thinking": ThinkingBudget(0, closing=63, opening=62)}, [0, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_a_step_waits_only_for_a_token_after_which_not_all_may_come(
+    sampling: dict[str, Any], ahead: list[int]
 ) -> None:
     engine = Engine()
-    engine.add(make_request("a", [1, 2, 3], max_tokens=5), make_request("b", [4], max_tokens=3, **sampling))
+    engine.add(make_request("b", [4], max_tokens=5, **sampling))
+    for state in list(engine.scheduler.held):
+        engine.scheduler.release(state.id, cast(Matcher, Endless()))
     engine.finish()
-    ahead = [[entry.ahead for entry in plan.entries] for plan in engine.runner.plans]
-    assert ahead == [[False, False], [False, False], [False, False], [True], [True]]
+    assert engine.runner.started_ahead == [False, *map(bool, ahead)]
+
+
+class Endless:
+    """Of a grammar that is never complete."""
+
+    def is_over(self, output: Sequence[int]) -> bool:
+        return False
+
+
+@given(
+    st.integers(0, 7), st.sampled_from([None, 1]), st.lists(st.integers(0, 3), max_size=9), st.integers(0, 3)
+)
+def test_a_step_whose_token_may_be_forced_is_never_started_ahead(
+    num_tokens: int, opening: int | None, output: list[int], latest: int
+) -> None:
+    """Of four tokens one opens and one closes; where any of them is forced next, and only there."""
+    budget = ThinkingBudget(num_tokens, closing=0, opening=opening)
+    may = any(budget.forced([*output, token]) is not None for token in range(4))
+    assert budget.may_force(output) == may >= (budget.forced([*output, latest]) is not None)
 
 
 def test_chunks_of_a_prompt_are_started_ahead_beside_tokens_that_are_drawn() -> None:
@@ -227,7 +260,7 @@ REQUESTS = st.lists(
         st.sets(st.integers(0, 60), max_size=12),  # stop ids
         st.integers(0, 25),  # comes at step
         st.one_of(st.none(), st.integers(1, 12)),  # leaves so many steps later
-        st.booleans(),  # looks back
+        st.booleans(),  # is held at some of its tokens
         st.booleans(),  # urgent
     ),
     min_size=1,
@@ -258,12 +291,12 @@ def test_any_company_gives_each_request_its_own_tokens(
     comes: dict[int, list[Request]] = defaultdict(list)
     leaves: dict[int, list[str]] = defaultdict(list)
     requests = {}
-    for number, (length, max_tokens, stops, start, stays, back, urgent) in enumerate(drawn):
+    for number, (length, max_tokens, stops, start, stays, is_held, urgent) in enumerate(drawn):
         prompt = [(number % 3 + position * position) % 50 for position in range(length)]
-        penalty = {"presence_penalty": 0.5} if back else {}
+        held = {"thinking": ThinkingBudget(2, closing=7)} if is_held else {}
         stop_ids = tuple(sorted(stops))
         request = make_request(
-            str(number), prompt, urgent=urgent, max_tokens=max_tokens, stop_token_ids=stop_ids, **penalty
+            str(number), prompt, urgent=urgent, max_tokens=max_tokens, stop_token_ids=stop_ids, **held
         )
         requests[request.id] = request
         comes[start].append(request)

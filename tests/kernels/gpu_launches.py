@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from gpu_models import GPUS, META, MODELS, Model
 from torch import Tensor
@@ -70,16 +71,6 @@ STEPS: tuple[tuple[list[int], int], ...] = (
     ([512], 512),
     ([496] + [1] * 16, 512),
 )
-_DRAW = Draw(1.0, 0, 0)
-DRAWS = (
-    Draw(0.0, 0, 0),
-    _DRAW,
-    _DRAW._replace(top_k=40),
-    _DRAW._replace(top_p=0.9),
-    _DRAW._replace(top_k=40, top_p=0.9, min_p=0.05),
-)
-
-
 # How rows are drawn, and whether under a grammar and with penalties.
 DRAWS = (
     (Draw(0.0, 0, 0), True),
@@ -187,7 +178,8 @@ def _inputs(lengths: Sequence[int], width: int) -> AttentionInputs:
 
 def _draw(vocab_size: int) -> None:
     logits = torch.empty(2, vocab_size, device=META)
-    mask, penalty = _ints(2, -(-vocab_size // 32)), Adjustment({}, seen=(1, 2), repetition=1.1)
+    seen = np.arange(2, dtype=np.int32)
+    mask, penalty = _ints(2, -(-vocab_size // 32)), Adjustment({}, seen, seen, repetition=1.1)
     for draw, changes in DRAWS:
         adjustments = [penalty if changes else None, None]
         sample(logits, SamplingInputs.of([draw, draw], META, adjustments, mask if changes else None))

@@ -16,7 +16,7 @@ from quantd.engine.request import Request, SamplingParams
 from quantd.engine.sampler import cut_of, narrowed
 from quantd.kernels.gpu import sampling
 from quantd.kernels.gpu.sampling import sample
-from quantd.kernels.gpu.sampling_inputs import Adjustment, Draw, Samples, SamplingInputs, Status
+from quantd.kernels.gpu.sampling_inputs import Adjustment, Draw, Edits, Samples, SamplingInputs, Status
 
 VOCAB = 500
 PROMPT = [3, 5, 5, 8, 13, 499]
@@ -48,16 +48,19 @@ def draw_of(asked: RequestState) -> Draw:
     return Draw(params.temperature, asked.seed, position, params.top_k, params.top_p, params.min_p)
 
 
-def adjustment_of(asked: RequestState) -> Adjustment:
+def adjustment_of(asked: RequestState, place: int = -1) -> Adjustment:
+    """place: of one more token of the output."""
     params = asked.request.sampling
-    early = len(asked.output) < params.min_tokens
+    early = len(asked.output) + (place >= 0) < params.min_tokens
+    seen = np.unique(np.array([*asked.request.prompt, *asked.output], np.int32))
     return Adjustment(
         bias=params.logit_bias | dict.fromkeys(params.stop_token_ids if early else (), -np.inf),
-        seen=asked.tokens(0, asked.num_tokens) if params.repetition_penalty != 1 else (),
-        output=asked.output if params.frequency_penalty or params.presence_penalty else (),
+        seen=seen,
+        counts=np.array([asked.output.count(token) for token in seen], np.int32),
         repetition=params.repetition_penalty,
         frequency=params.frequency_penalty,
         presence=params.presence_penalty,
+        place=place,
     )
 
 
@@ -147,6 +150,31 @@ def test_draws_are_the_noisiest_of_the_engine_s_candidates(
     tokens = [expected_token(row, asked) for row, asked in zip(rows.numpy(), states, strict=True)]
     assert samples.token_ids.tolist() == tokens
     assert (samples.token_ids != rows.argmax(1)).sum() > 1
+
+
+def test_a_token_that_only_the_device_knows_counts_as_if_all_knew_it(
+    gpu_device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, behind, between and among the tokens known, of which four go to a program; bit for bit.
+
+    Of some it is the first one, and some have none; the others find theirs in another order.
+    """
+    monkeypatch.setattr(sampling, "_EDIT_BLOCK", 4)
+    kinds = [PENALTIES[4], PENALTIES[6], {"repetition_penalty": 1.2, "frequency_penalty": 0.3}]
+    asked = [(kind, latest) for kind in kinds for latest in (0, 3, 7, 8, 9, 499)]
+    rows, outputs = logits(len(asked)), [[] if r % 5 == 4 else OUTPUT for r in range(len(asked))]
+    drawn = torch.tensor([latest for _, latest in reversed(asked)], dtype=torch.int32)
+    places = [-1 if r % 7 == 6 else len(asked) - 1 - r for r in range(len(asked))]
+    adjustments = [
+        adjustment_of(state(output=output, **kind), place)
+        for (kind, _), output, place in zip(asked, outputs, places, strict=True)
+    ]
+    edits = Edits.of(adjustments, gpu_device)
+    assert edits is not None
+    edited = sampling._edited(rows.to(gpu_device), edits, drawn.to(gpu_device)).cpu().numpy()
+    for r, (kind, latest) in enumerate(asked):
+        known = state(output=outputs[r] if places[r] < 0 else [*outputs[r], latest], **kind)
+        np.testing.assert_array_equal(edited[r], adjusted(rows[r].numpy(), known), err_msg=str(asked[r]))
 
 
 def test_a_row_does_not_depend_on_its_company(gpu_device: str) -> None:
