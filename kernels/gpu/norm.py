@@ -16,6 +16,8 @@ from torch import Tensor
 from quantd.kernels.gpu.rounding import row_codes, row_scale
 
 MAX_WIDTH = 16384
+# Of a thread. Left to itself the assembler may store some of a row to make room for one more program.
+_MAX_REGISTERS = 64
 
 
 class Rounded(NamedTuple):
@@ -144,5 +146,6 @@ def _launch(
         ADDS=residual is not None,
         ROUNDS=rounds,
         num_warps=warps_of(block),
+        maxnreg=_MAX_REGISTERS,
     )
     return normed, total, rounded
