@@ -52,8 +52,15 @@ def _settle_gpu(wanted: bool) -> None:
         pytest.exit("--gpu: torch finds no GPU here", 1)
 
 
+def _share_cores() -> None:
+    """There is a worker for each core: threads of torch's would only wait for each other."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Give the tests, and the processes that they start, an empty home of quantd and a cache of their own."""
+    _share_cores()
     _settle_gpu(config.getoption("--gpu"))
     # A shell's job in the background has it ignored, which what the tests start would inherit.
     signal.signal(signal.SIGINT, signal.default_int_handler)

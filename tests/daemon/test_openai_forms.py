@@ -63,19 +63,21 @@ def allows(grammar: str, text: str) -> bool:
     return matcher.consume_tokens(chat_tokenizer().encode(text).ids) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("endpoint", ["chat", "completions"])
-@pytest.mark.parametrize("name", FORMS)
-def test_every_field_becomes_the_engines_grammar(endpoint: str, name: str) -> None:
-    fields, good, bad = FORMS[name]
-    messages = {"messages": [{"role": "user", "content": "hi"}]}
-    path, body = (CHAT, messages) if endpoint == "chat" else (COMPLETIONS, {"prompt": "hi"})
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    COMPLETIONS: {"prompt": "hi"},
+}
 
+
+@pytest.mark.parametrize("path", BODIES)
+def test_every_field_becomes_the_engines_grammar(path: str) -> None:
     async def post() -> None:
         async with running_daemon() as daemon:
-            status, reply = await daemon.post(path, body | fields | {"max_tokens": 2})
-            assert status == 200, reply
-            grammar = daemon.engine.seen[0].sampling.grammar
-            assert grammar is not None and allows(grammar, good) and not allows(grammar, bad)
+            for name, (fields, good, bad) in FORMS.items():
+                status, reply = await daemon.post(path, BODIES[path] | fields | {"max_tokens": 2})
+                assert status == 200, (name, reply)
+                grammar = daemon.engine.seen[-1].sampling.grammar
+                assert grammar is not None and allows(grammar, good) and not allows(grammar, bad), name
 
     in_loop(post)()
 

@@ -121,14 +121,17 @@ class Served:
 
 @contextlib.contextmanager
 def serve(home: Path, model: str, *flags: str) -> Iterator[Served]:
-    """Start a daemon, have it load the model, end whatever is left of it."""
+    """Start a daemon, have it load the model, end whatever is left of it.
+
+    One thread: another test runs on the next core.
+    """
     share_kernels(home)
     folder = Path(tempfile.mkdtemp(dir=home))
     path = folder / "api.sock"
     command = [sys.executable, "-P", "-m", "quantd.daemon.cli.main", "serve", "--socket", str(path)]
     with (folder / "log").open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--port", "0", "--model", model, *flags],
+            [*command, "--port", "0", "--threads", "1", "--model", model, *flags],
             stderr=output,
             env=os.environ | {"QUANTD_HOME": str(home)},
         )

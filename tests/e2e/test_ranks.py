@@ -289,7 +289,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def test_the_daemon_reports_a_killed_rank_and_loads_the_model_again(home: Path) -> None:
-    with serve(home, "tiny", "--kv-memory", "32MiB", "--tp", "2", "--threads", "1") as daemon:
+    with serve(home, "tiny", "--kv-memory", "32MiB", "--tp", "2") as daemon:
         engine = daemon.engine()
         (rank,) = engine.children()
         with daemon.client() as client:

@@ -21,6 +21,7 @@ from waiting import until
 SECONDS = float(os.environ.get("SOAK_SECONDS", "8"))
 NUM_CLIENTS = int(os.environ.get("SOAK_CLIENTS", "200"))
 MOST_ROUNDS = 4
+MOST_RESTS = 3
 REST_SECONDS = float(os.environ.get("REST_SECONDS", "10"))
 
 
@@ -80,12 +81,18 @@ def cpu_seconds(served: Served) -> float:
 def test_at_rest_it_does_nothing(served: Served) -> None:
     served.wait_idle()
     time.sleep(3)
-    before, used = wakeups(served), cpu_seconds(served)
-    time.sleep(REST_SECONDS)
-    # In a minute helpers of the load before end, once; what comes again and again does so more often.
-    assert wakeups(served) - before <= max(1, REST_SECONDS / 10)
-    # The clock of processes ticks in hundredths of a second.
-    assert cpu_seconds(served) - used <= max(0.011, REST_SECONDS / 1000)
+    # Helpers of the load before end once; what comes again and again does so each time.
+    counts = list[tuple[int, float]]()
+    while not counts or not is_rest(*counts[-1]):
+        assert len(counts) < MOST_RESTS, counts
+        before, used = wakeups(served), cpu_seconds(served)
+        time.sleep(REST_SECONDS)
+        counts.append((wakeups(served) - before, cpu_seconds(served) - used))
+
+
+def is_rest(num_wakeups: int, seconds: float) -> bool:
+    """The clock of processes ticks in hundredths of a second."""
+    return num_wakeups <= max(1, REST_SECONDS / 10) and seconds <= max(0.011, REST_SECONDS / 1000)
 
 
 def is_busy(served: Served) -> bool:

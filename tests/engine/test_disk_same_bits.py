@@ -28,7 +28,7 @@ class Engine:
     """A loaded model with its disk, which ends when it is let go."""
 
     def __init__(self, **options: Any) -> None:
-        config = EngineConfig(kv_memory=4 << 20, **options)
+        config = EngineConfig(**({"kv_memory": 4 << 20, "threads": 1} | options))
         self.runner = build_runner(config, lambda done, total: None)
         self.runner._sampler = self.sampler = RecordingSampler()
         self.inbox: SimpleQueue[Incoming | FromDisk] = SimpleQueue()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from in_process import Completion, InProcessEngine
 from model_oracle import random_model, relative_error
+from msgspec import structs
 from test_embeddings import embedding_requests, vector
 from test_models import CASES, TINY
 from tokenizers import Tokenizer
@@ -59,7 +60,7 @@ TEXTS = [
 
 
 def config_of(folder: Path, **options: Any) -> EngineConfig:
-    exact = {"kv_dtype": "fp32", "activations": "fp32", "kv_memory": 256 << 20}
+    exact = {"kv_dtype": "fp32", "activations": "fp32", "kv_memory": 256 << 20, "threads": 1}
     return EngineConfig(model_path=str(folder), **(exact | options))
 
 
@@ -165,18 +166,21 @@ def test_smollm2_in_a_busy_batch_writes_the_same(
     assert token_ids(together) == token_ids(alone)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last", "first"])
 def test_smollm2_embeds_as_transformers_does(
-    oracle: PreTrainedModel, exact: ModelRunner, smollm2: Path, prompts: list[list[int]], pooling: Pooling
+    oracle: PreTrainedModel, exact: ModelRunner, smollm2: Path, prompts: list[list[int]]
 ) -> None:
     """Of transformers: the hidden states behind the final norm, pooled and normalized by torch."""
-    asked = embedding_requests(prompts[8:14], pooling=pooling)
-    embedded = InProcessEngine(config_of(smollm2, max_num_tokens=40), exact).serve(asked)
-    for prompt, completion in zip(prompts[8:14], embedded, strict=True):
-        with torch.inference_mode():
-            hidden = oracle.model(torch.tensor([prompt])).last_hidden_state[0]
-        pooled = {"mean": hidden.mean(0), "last": hidden[-1], "first": hidden[0]}[pooling]
-        assert relative_error(vector(completion), pooled / pooled.norm()) < 1e-4
+    poolings: tuple[Pooling, ...] = ("mean", "last", "first")
+    texts = prompts[8:14]
+    asked = [request for pooling in poolings for request in embedding_requests(texts, pooling=pooling)]
+    named = [structs.replace(request, id=f"e{i}") for i, request in enumerate(asked)]
+    embedded = iter(InProcessEngine(config_of(smollm2, max_num_tokens=40), exact).serve(named))
+    with torch.inference_mode():
+        states = [oracle.model(torch.tensor([text])).last_hidden_state[0] for text in texts]
+    for pooling in poolings:
+        for hidden in states:
+            pooled = {"mean": hidden.mean(0), "last": hidden[-1], "first": hidden[0]}[pooling]
+            assert relative_error(vector(next(embedded)), pooled / pooled.norm()) < 1e-4, pooling
 
 
 def test_the_same_seed_gives_the_same_text_alone_and_in_a_batch(

@@ -65,7 +65,9 @@ def tokenizer() -> Tokenizer:
 
 
 def config_of(folder: Path, **options: Any) -> EngineConfig:
-    return EngineConfig(model_path=str(folder), **({"kv_dtype": "fp32", "kv_memory": 8 << 20} | options))
+    return EngineConfig(
+        model_path=str(folder), **({"kv_dtype": "fp32", "kv_memory": 8 << 20, "threads": 1} | options)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     folder = tmp_path_factory.mktemp("tiny")
     random_model(LlamaConfig(**TINY | {"vocab_size": 520}), seed=3).save_pretrained(folder)
     shutil.copy(TOKENIZER, folder)
-    return EngineConfig(model_path=str(folder), kv_dtype="fp32", kv_memory=8 << 20)
+    return EngineConfig(model_path=str(folder), kv_dtype="fp32", kv_memory=8 << 20, threads=1)
 
 
 @pytest.fixture(scope="module")
