@@ -36,6 +36,17 @@ def _scaled(total, sums, scale, offset, headers):
 
 
 @triton.jit
+def _headers(scale, offset, block, num_blocks, stride, columns, BLOCKS_PER_GROUP: tl.constexpr):
+    """Scales and offsets of a block, or of the last for one behind it; scales again where offset is None."""
+    scales, offsets = 0.0, 0.0
+    if BLOCKS_PER_GROUP > 0:
+        at = tl.minimum(block, num_blocks - 1) // BLOCKS_PER_GROUP * stride + columns
+        scales = tl.load(scale + at)
+        offsets = scales if offset is None else tl.load(offset + at)
+    return scales, offsets
+
+
+@triton.jit
 def _store(total, rows, columns, x_scale, bias, out, factor, softcap, num_rows, N, LOGITS: tl.constexpr):
     """out [num_rows, N] at (rows, columns) = total [columns, rows], finished."""
     inside = rows < num_rows
@@ -99,8 +110,10 @@ def _matmul_kernel(
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         whole = tl.zeros([BLOCK_N, BLOCK_M], SUM)
         whole_sums = tl.zeros([BLOCK_M], tl.float32)
-        end = tl.minimum(split * split_blocks + split_blocks, num_blocks)
-        for step in tl.range(split * split_blocks, end, BLOCKS_PER_STEP):
+        first, end = split * split_blocks, tl.minimum(split * split_blocks + split_blocks, num_blocks)
+        # Always a block ahead: these loads are too narrow for the compiler to pipeline them.
+        scales, offsets = _headers(scale, offset, first, num_blocks, header_stride, headers, BLOCKS_PER_GROUP)
+        for step in tl.range(first, end, BLOCKS_PER_STEP):
             for i in tl.static_range(BLOCKS_PER_STEP):
                 block = step + i
                 weights = weight_tile(
@@ -124,14 +137,15 @@ def _matmul_kernel(
                     if offset is not None:
                         whole_sums += tl.load(sums + block * num_rows + rows, mask=inside, other=0.0)
                 else:
-                    at = block // BLOCKS_PER_GROUP * header_stride + headers
-                    scales = tl.load(scale + at).to(tl.float32)
+                    if offset is not None:
+                        block_sums = tl.load(sums + block * num_rows + rows, mask=inside, other=0.0)
                     part = tl.dot(weights, inputs, input_precision="ieee", out_dtype=SUM).to(tl.float32)
                     if offset is not None:
-                        offsets = tl.load(offset + at).to(tl.float32)
-                        block_sums = tl.load(sums + block * num_rows + rows, mask=inside, other=0.0)
-                        acc = tl.fma(offsets[:, None], block_sums[None, :], acc)
-                    acc = tl.fma(part, scales[:, None], acc)
+                        acc = tl.fma(offsets.to(tl.float32)[:, None], block_sums[None, :], acc)
+                    acc = tl.fma(part, scales.to(tl.float32)[:, None], acc)
+                    scales, offsets = _headers(
+                        scale, offset, block + 1, num_blocks, header_stride, headers, BLOCKS_PER_GROUP
+                    )
         if BLOCKS_PER_GROUP == 0:
             acc = _scaled(whole.to(tl.float32), whole_sums, scale, offset, headers)
         total += acc

@@ -29,7 +29,7 @@ ROW_CLASSES = (16, 32, 64)
 _VERSION = 1
 _BLOCKS_N = (64, 128)
 _WARPS = (4, 8)
-_STAGES = (2, 3, 4, 5)
+_STAGES = (2, 3, 4, 5, 6)
 _MIN_SPLIT_K = 512  # inputs of a split: enough to fill the pipeline
 
 
@@ -160,7 +160,10 @@ def default_tile(rows: int, shape: Shape, gpu: Gpu) -> Tile:
 
 
 def _num_stages(block_m: int, block_n: int, shape: Shape, gpu: Gpu) -> int:
-    """Stages of the pipeline: as many as fit, and fewer where there is more to compute than to wait for."""
+    """Stages of the pipeline: as many as fit, and fewer where there is more to compute than to wait for.
+
+    Fast memory wants about 40 KB under way for each processor, whose two programs have 8 KB a stage each.
+    """
     step_k = shape.block_k * shape.blocks_per_step
     weight_bytes, input_bytes = (
         rows * step_k * bits // 8 for rows, bits in ((block_n, shape.bits), (block_m, shape.input_bits))
@@ -171,7 +174,7 @@ def _num_stages(block_m: int, block_n: int, shape: Shape, gpu: Gpu) -> int:
     if gpu.capability == 90:
         room -= input_bytes
     fits = room // (weight_bytes + input_bytes) + 1
-    return min(max(fits, _STAGES[0]), 4 if block_m <= 16 else 3)
+    return min(max(fits, _STAGES[0]), _STAGES[-1] if block_m <= 16 else 3)
 
 
 @dataclass(frozen=True)

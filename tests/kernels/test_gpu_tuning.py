@@ -145,7 +145,7 @@ def test_the_fastest_plan_is_found() -> None:
     """A GPU that likes 6 splits, tiles of 64 outputs, and two row blocks where rows are many."""
 
     def measure(rows: int, splits: int, tile: Tile) -> float:
-        if tile.num_stages == 5:
+        if tile.num_stages == 6 and rows > 16:
             return math.inf  # does not fit
         wanted = {16: 16, 32: 32, 64: 32}[row_class(rows)]
         return abs(splits - 6) + (tile.block_n != 64) + (tile.block_m != wanted) + 1 / tile.num_stages
@@ -154,7 +154,7 @@ def test_the_fastest_plan_is_found() -> None:
     assert plan.splits == 6
     for rows, block_m in ((16, 16), (32, 32), (64, 32)):
         tile = plan.tile(rows)
-        assert (tile.block_m, tile.block_n, tile.num_stages) == (block_m, 64, 4)
+        assert (tile.block_m, tile.block_n, tile.num_stages) == (block_m, 64, 6 if rows <= 16 else 5)
 
 
 def test_short_inputs_are_not_cut_to_pieces() -> None:
