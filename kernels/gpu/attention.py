@@ -41,7 +41,7 @@ def attention(
     assert q.is_contiguous() and q.shape[1] == heads.num_heads * heads.head_dim, q.shape
     assert inputs.block_tables.is_contiguous() and heads.head_dim <= 256
     dim, gpu = _padded(heads.head_dim), gpu_of(q.device)
-    tiling = tiling or tiling_for(dim, gpu)
+    tiling = tiling or tiling_for(dim, gpu, layer.k.dtype.itemsize)
     num_splits = -(-inputs.block_tables.shape[1] * layer.k.shape[2] // tiling.split_len)
     if launches is None:
         launches = plan(len(q), len(inputs.context_len), num_splits, heads, gpu)

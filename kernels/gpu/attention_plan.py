@@ -65,8 +65,8 @@ class Launch:
         return -(-self.num_splits // self.num_programs)
 
 
-def tiling_for(dim: int, gpu: Gpu) -> Tiling:
-    """The tiling of heads padded to `dim` elements.
+def tiling_for(dim: int, gpu: Gpu, value_bytes: int) -> Tiling:
+    """The tiling of heads padded to `dim` elements, which take `value_bytes` each in the pool.
 
     A tile's keys and values lie in shared memory, loaded one tile ahead. Where there is much of it tiles
     are longer; in any case it holds several programs. Without tensor cores a dot wants registers instead.
@@ -74,7 +74,8 @@ def tiling_for(dim: int, gpu: Gpu) -> Tiling:
     if not gpu.has_dots:
         return Tiling(16)
     roomy = gpu.capability in (80, 87, 90, 100, 103)
-    return Tiling(64 if dim <= (128 if roomy else 64) else 32)
+    wide_dim = dim * 2 if value_bytes > 2 else dim
+    return Tiling(64 if wide_dim <= (128 if roomy else 64) else 32)
 
 
 def num_warps_for(dim: int, gpu: Gpu) -> int:

@@ -148,21 +148,32 @@ def _launch(source: Any, capability: int, options: Mapping[str, Any]) -> Launch:
 
 
 def _serve(model: Model, gpu: Gpu) -> None:
-    """Run steps of every size, draw tokens in every way, and copy blocks."""
-    for same_bits, format in ((False, model.kv[0]), *((True, format) for format in model.kv)):
-        decoder = model.decoder(gpu, same_bits)
-        pool = KVPool.allocate(FORMATS[format], _kv_shape(decoder), 8, META)
-        for lengths, width in STEPS:
-            hidden = decoder.forward(_ints(sum(lengths)), _inputs(lengths, width), pool.layers())
+    """Run steps of every size on all parts of a model, draw tokens in every way, and copy blocks."""
+    for part in model.parts:
+        for same_bits, format in ((False, model.kv[0]), *((True, format) for format in model.kv)):
+            decoder = model.decoder(gpu, same_bits, part)
+            pool = KVPool.allocate(FORMATS[format], _kv_shape(decoder), 8, META)
+            _run_steps(decoder, pool)
+            copy_blocks(pool.data, _ints(2), _ints(2))
+    _draw(model.spec.vocab_size)
+
+
+def _run_steps(decoder: Decoder, pool: KVPool) -> None:
+    for lengths, width in STEPS:
+        num_tokens = sum(lengths)
+        is_first, size = decoder.part.has_ends, decoder.spec.hidden_size
+        entering = _ints(num_tokens) if is_first else torch.empty(num_tokens, size, device=META)
+        hidden = decoder.forward(entering, _inputs(lengths, width), pool.layers())
+        if is_first:
+            hidden = hidden if decoder.is_whole else decoder.final_norm(hidden)
             decoder.logits(hidden.index_select(0, _ints(len(lengths))))
+    if is_first:
         decoder.logits(hidden[:PROMPT_ROWS])
-    copy_blocks(pool.data, _ints(2), _ints(2))
-    _draw(decoder.spec.vocab_size)
 
 
 def _kv_shape(decoder: Decoder) -> KVShape:
     heads = decoder.heads
-    return KVShape(len(decoder.spec.layers), heads.num_kv_heads, heads.head_dim, 16)
+    return KVShape(len(decoder.part.layers), heads.num_kv_heads, heads.head_dim, 16)
 
 
 def _inputs(lengths: Sequence[int], width: int) -> AttentionInputs:

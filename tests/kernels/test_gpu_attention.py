@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 import torch
@@ -229,6 +230,6 @@ def test_decode_is_split_and_long_prefill_is_not() -> None:
 
 def test_tilings_cut_splits_evenly() -> None:
     for gpu in GPUS:
-        for dim in (64, 128, 256):
-            tiling = tiling_for(dim, gpu)
+        for dim, value_bytes in product((64, 128, 256), (1, 2, 4)):
+            tiling = tiling_for(dim, gpu, value_bytes)
             assert tiling.split_len % tiling.tile_len == 0
