@@ -7,6 +7,7 @@ stale, and it is moved into place whole, so two processes may build at the same 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
@@ -34,7 +36,7 @@ _VARIANTS: dict[Variant, tuple[list[str], ...]] = {
     "native": (["-march=native"], ["-mcpu=native"], []),
     "avx2": (["-march=x86-64-v3"],),
     "portable": (["-march=native", "-DQD_PORTABLE"], ["-DQD_PORTABLE"]),
-    "sanitized": (["-march=native", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover"],),
+    "sanitized": (["-march=native", "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover"],),
 }
 
 
@@ -84,12 +86,33 @@ def _cached(command: list[str], version: str, cache: Path) -> Path:
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        _sweep(cache)
-        with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=cache) as folder:
-            _compile(command, Path(folder)).replace(target)
+        with _in_turn(cache):
+            if not target.exists():
+                _sweep(cache)
+                _put(command, cache, target)
     except OSError as error:
         raise BuildError(f"{cache} cannot hold the library: {error}") from error
     return target
+
+
+@contextlib.contextmanager
+def _in_turn(cache: Path) -> Iterator[None]:
+    """One build at a time, so that of processes that start together the first builds for all.
+
+    Where a folder cannot be locked they all build.
+    """
+    folder = os.open(cache, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _put(command: list[str], cache: Path, target: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=cache) as folder:
+        _compile(command, Path(folder)).replace(target)
 
 
 def _sweep(cache: Path) -> None:

@@ -68,12 +68,15 @@ def test_flags_that_a_compiler_does_not_know_are_left_out(folder: Path) -> None:
     assert "-mcpu=native" in (folder / "log").read_text().splitlines()[-1]
 
 
-def test_several_may_build_at_once(folder: Path) -> None:
+def test_of_several_that_build_at_once_one_does_for_all(folder: Path) -> None:
+    build("native", folder / "alone")
+    alone = (folder / "log").read_text().count(" -c ")
     cache = folder / "cache"
     with ThreadPoolExecutor(4) as pool:
         libraries = set(pool.map(lambda _: build("native", cache), range(4)))
     assert len(libraries) == 1
     assert list(cache.iterdir()) == list(libraries)
+    assert (folder / "log").read_text().count(" -c ") == 2 * alone > 0
 
 
 def test_what_a_killed_build_left_goes_once_it_is_old(folder: Path) -> None:
