@@ -95,6 +95,16 @@ def _seed() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
+def threads_of_a_module() -> Iterator[None]:
+    """An engine in this process sets torch's number of threads, which later modules do not inherit."""
+    torch = sys.modules.get("torch")
+    before = torch and torch.get_num_threads()
+    yield
+    if torch is not None:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
 def no_process_is_left() -> Iterator[None]:
     """One that stays is named where it was started, not by whichever later test counts its own."""
     before = set(own_children())
