@@ -63,11 +63,13 @@ def attention(
         "softcap": softcap * log2(e),
         "window": window,
         "INT8": layer.k_scale is not None,
+        "PAIRS": gpu.has_dots,
         **page_strides(layer),
         **_constants(heads, tiling, _dot_type(q, layer), softcap > 0, window > 0),
     }
     for launch in launches:
-        _run(launch, num_splits, heads, arguments, num_warps_for(dim, gpu))
+        num_warps = num_warps_for(launch, dim, layer.k_scale is not None, gpu)
+        _run(launch, num_splits, heads, arguments, num_warps)
     return out
 
 

@@ -71,22 +71,68 @@ def _half(bits):
 
 
 @triton.jit
-def _unpack(words, TOKENS: tl.constexpr, DIM: tl.constexpr):
-    """Four INT8 codes of each word as fp16 [TOKENS, DIM], the middle two swapped.
-
-    Two codes are worked on at a time, bytes 0 and 2 and then 1 and 3, as halves of a register.
-    """
-    even = (words & 0x00FF00FF) ^ 0x64806480
-    odd = ((words >> 8) & 0x00FF00FF) ^ 0x64806480
-    low = tl.join(_half(even), _half(odd))
-    high = tl.join(_half(even >> 16), _half(odd >> 16))
-    return tl.join(low, high).reshape(TOKENS, DIM)
+def _two_halves(words):
+    """The codes in bytes 0 and 2 of each word as fp16 [..., 2]."""
+    lifted = (words & 0x00FF00FF) ^ 0x64806480
+    return tl.join(_half(lifted), _half(lifted >> 16))
 
 
 @triton.jit
-def _swap(x, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The middle two of every four elements swapped: into the order of `_unpack`, and back."""
-    return x.reshape(ROWS, DIM // 4, 2, 2).permute(0, 1, 3, 2).reshape(ROWS, DIM)
+def _unpack_keys(words, TOKENS: tl.constexpr, DIM: tl.constexpr):
+    """Four INT8 codes of each word as fp16 [TOKENS, DIM], in the order that `_as_keys` gives queries.
+
+    A lane of a tensor-core product has elements 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of every 16: in this order
+    they are those of a word, and the words of several 16 lie side by side, so that codes are unpacked where
+    they are multiplied.
+    """
+    STEPS: tl.constexpr = 4 if DIM >= 64 else DIM // 16
+    codes = tl.join(_two_halves(words), _two_halves(words >> 8))
+    # Axes: token, words of four lanes, t, step, half of a word, byte of a half.
+    codes = codes.reshape(TOKENS, DIM // (16 * STEPS), 4, STEPS, 2, 2)
+    return codes.permute(0, 1, 3, 5, 2, 4).reshape(TOKENS, DIM)
+
+
+@triton.jit
+def _as_keys(x, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """x [ROWS, DIM] in the order of `_unpack_keys`."""
+    STEPS: tl.constexpr = 4 if DIM >= 64 else DIM // 16
+    x = x.reshape(ROWS, DIM // (16 * STEPS), 4, STEPS, 2, 2)
+    return x.permute(0, 1, 3, 5, 2, 4).reshape(ROWS, DIM)
+
+
+@triton.jit
+def _unpack_values(words, TOKENS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """Four INT8 codes of each word as fp16 [TOKENS, DIM], in an order that `_from_values` undoes.
+
+    PAIRS: for a tensor-core product. There a lane has element g of tokens 2 t, 2 t + 1, 2 t + 8 and 2 t + 9,
+    and tokens 2 t and 2 t + 1 share a register: words of both are brought together first.
+    """
+    if not PAIRS:
+        return _unpack_keys(words, TOKENS, DIM)
+    LANES: tl.constexpr = 8 if DIM >= 32 else 4
+    STEPS: tl.constexpr = 4 if DIM >= 128 else DIM // (4 * LANES)
+    even, odd = words.reshape(TOKENS // 2, 2, DIM // 4).permute(0, 2, 1).split()
+    low = (even & 0xFFFF) | (odd << 16)
+    high = ((even >> 16) & 0xFFFF) | (odd & -0x10000)
+    low = tl.join(_two_halves(low), _two_halves(low >> 8))
+    high = tl.join(_two_halves(high), _two_halves(high >> 8))
+    codes = tl.join(low, high)
+    # Axes: pair of tokens, words of eight lanes, g, step, token, byte of a half, half of a word.
+    codes = codes.reshape(TOKENS // 2, DIM // (4 * LANES * STEPS), LANES, STEPS, 2, 2, 2)
+    return codes.permute(0, 4, 6, 5, 1, 3, 2).reshape(TOKENS, DIM)
+
+
+@triton.jit
+def _from_values(x, ROWS: tl.constexpr, DIM: tl.constexpr, PAIRS: tl.constexpr):
+    """x [ROWS, DIM] of the order of `_unpack_values` in that of a head."""
+    if not PAIRS:
+        KEY_STEPS: tl.constexpr = 4 if DIM >= 64 else DIM // 16
+        x = x.reshape(ROWS, DIM // (16 * KEY_STEPS), KEY_STEPS, 2, 4, 2)
+        return x.permute(0, 1, 4, 2, 5, 3).reshape(ROWS, DIM)
+    LANES: tl.constexpr = 8 if DIM >= 32 else 4
+    STEPS: tl.constexpr = 4 if DIM >= 128 else DIM // (4 * LANES)
+    x = x.reshape(ROWS, 2, 2, DIM // (4 * LANES * STEPS), STEPS, LANES)
+    return x.permute(0, 3, 5, 4, 1, 2).reshape(ROWS, DIM)
 
 
 @triton.jit
@@ -106,6 +152,7 @@ def _load_tile(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     INT8: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """Keys and values [tokens, DIM] of one head, and what multiplies scores and, INT8, weights."""
     PACK: tl.constexpr = 4 if INT8 else 1
@@ -120,8 +167,8 @@ def _load_tile(
         at_scale = block * scale_block_stride + token % BLOCK_SIZE
         key_scale = (tl.load(k_scale + at_scale, mask=is_token, other=0.0) * scale)[None, :]
         value_scale = (tl.load(v_scale + at_scale, mask=is_token, other=0.0) * _LIFT)[None, :]
-        keys = _unpack(keys, token.shape[0], DIM)
-        values = _unpack(values, token.shape[0], DIM)
+        keys = _unpack_keys(keys, token.shape[0], DIM)
+        values = _unpack_values(values, token.shape[0], DIM, PAIRS)
     return keys, values, key_scale, value_scale
 
 
@@ -231,6 +278,7 @@ def attention_kernel(
     SPLIT_LEN: tl.constexpr,
     DOT: tl.constexpr,
     INT8: tl.constexpr,
+    PAIRS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     DIRECT: tl.constexpr,
@@ -271,7 +319,7 @@ def attention_kernel(
     k += kv_head * HEAD_STRIDE
     v += kv_head * HEAD_STRIDE
     if INT8:
-        queries = _swap(queries, TILE_ROWS, DIM)
+        queries = _as_keys(queries, TILE_ROWS, DIM)
         k_scale += kv_head * SCALE_HEAD_STRIDE
         v_scale += kv_head * SCALE_HEAD_STRIDE
 
@@ -283,7 +331,7 @@ def attention_kernel(
         is_token = (token < stop) & (token >= oldest)
         keys, values, key_scale, value_scale = _load_tile(
             k, v, k_scale, v_scale, block_tables + request * table_width, token, is_token, scale,
-            block_stride, scale_block_stride, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, DIM, INT8,
+            block_stride, scale_block_stride, TOKEN_STRIDE, BLOCK_SIZE, HEAD_DIM, DIM, INT8, PAIRS,
         )  # fmt: skip
         is_seen = _sees(position[:, None], token[None, :], window, HAS_WINDOW)
         top, total, mixed = _add_tile(
@@ -308,14 +356,15 @@ def attention_kernel(
             else:
                 slot = (tokens_before * num_kv_heads * GROUP + head) * (num_splits + 1)
                 slot += first // SPLIT_LEN - first_split + 1
-                tl.store(partial + slot[:, None] * HEAD_DIM + d[None, :], mixed, mask=is_element)
+                part = _from_values(mixed, TILE_ROWS, DIM, PAIRS) if INT8 else mixed
+                tl.store(partial + slot[:, None] * HEAD_DIM + d[None, :], part, mask=is_element)
                 tl.store(partial_sums + slot * 2, top, mask=is_row)
                 tl.store(partial_sums + slot * 2 + 1, tl.max(total, 1), mask=is_row)
             top, total, mixed = _no_sums(TILE_ROWS, DIM)
     if DIRECT:
         result = all_mixed / tl.where(is_row, tl.max(all_total, 1), 1.0)[:, None]
         if INT8:
-            result = _swap(result * (1 / _LIFT), TILE_ROWS, DIM)
+            result = _from_values(result * (1 / _LIFT), TILE_ROWS, DIM, PAIRS)
         tl.store(out + at_row, result.to(out.dtype.element_ty), mask=is_element)
 
 
@@ -381,7 +430,7 @@ def merge_kernel(
     if IS_LAST:
         result = mixed / total
         if INT8:
-            result = _swap((result * (1 / _LIFT))[None, :], 1, DIM).reshape(DIM)
+            result *= 1 / _LIFT
         at = (token * tl.num_programs(1) + tl.program_id(1)) * HEAD_DIM + d
         tl.store(out + at, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
     else:

@@ -78,9 +78,15 @@ def tiling_for(dim: int, gpu: Gpu, value_bytes: int) -> Tiling:
     return Tiling(64 if wide_dim <= (128 if roomy else 64) else 32)
 
 
-def num_warps_for(dim: int, gpu: Gpu) -> int:
-    """Of a program. Wide heads without tensor cores take the registers of more."""
-    return 8 if dim == 256 and not gpu.has_dots else 4
+def num_warps_for(launch: Launch, dim: int, int8: bool, gpu: Gpu) -> int:
+    """Of a program. Codes that few rows meet are unpacked where they are multiplied, by as few warps as have
+    registers for that: what goes from warp to warp waits.
+    """
+    if not gpu.has_dots:
+        return 8 if dim == 256 else 4
+    if launch.direct or launch.tile_rows > 16 or not int8:
+        return 4
+    return max(tiling_for(dim, gpu, value_bytes=1).tile_len * max(dim, 128) // 4096, 1)
 
 
 def plan(
