@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from bench.sides.report import Row, interleave
+from homes import share_kernels
 
 from quantd.daemon.bench.loads import Load, make_prompts, standard_loads
 from quantd.daemon.bench.results import Percentiles, Run, Timeline, percentiles, summarize, utilisation
@@ -30,8 +31,9 @@ def tiny(environment: dict[str, str], tmp_path: Path) -> str:
     for file in (DATA / "tokenizer").iterdir():
         shutil.copy(file, folder)
     home = Path(environment["QUANTD_HOME"])
+    share_kernels(home)
     Store(home / "models").import_path(folder, "tiny")
-    (home / "quantd.toml").write_text('[engine]\nkv_memory = "8MiB"\n')
+    (home / "quantd.toml").write_text('[engine]\nkv_memory = "8MiB"\nthreads = 1\n')
     return "tiny"
 
 
