@@ -159,7 +159,7 @@ class EngineOptions:
         EngineConfig,
         "same_bits",
         switch(),
-        "On a GPU, answers do not depend on who else is served. On, but off before sm_80, where it is slow.",
+        "On a GPU, answers do not depend on who else is served. On, but off before sm_80: it slows prompts.",
     )
     kv_memory: int | None = setting_like(
         EngineConfig, "kv_memory", size(), "Memory of the KV cache; what is free if not given."

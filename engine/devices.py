@@ -70,7 +70,9 @@ def rank_device(config: EngineConfig, rank: int) -> torch.device:
 def keeps_bits(config: EngineConfig, num_ranks: int) -> bool:
     """Whether a request's bits are not to depend on who is beside it: as asked, or else where that is fast.
 
-    Without tensor-core products it takes a pass over the weights for each row. The same answer on every rank.
+    Without tensor-core products prompts would take three to five times as long, by count: 512 rows are 81 ps
+    of arithmetic a weight on an RTX 2080 Ti, 26 by the vendor's product; 135 and 30 on a T4. The same answer
+    on every rank.
     """
     if config.same_bits is not None:
         return config.same_bits

@@ -74,8 +74,8 @@ def kernels_for(capability: int) -> str:
         return ""
     if capability < FIRST_DOT:
         return (
-            "Triton without tensor cores: one row from packed weights, more dequantized for the vendor's "
-            "matrix product; --same-bits computes row by row"
+            "Triton without tensor cores: few rows from packed weights, more dequantized for the vendor's "
+            "matrix product; --same-bits does without that, and prompts take some times as long"
         )
     return "Triton on tensor cores"
 

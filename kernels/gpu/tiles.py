@@ -185,12 +185,23 @@ def _field(
     DTYPE: tl.constexpr,
 ):
     """The field at bit AT of both halves of each word, less CENTER -> DTYPE [..., half]."""
+    return _centred(_picked(words, AT, BITS, PLACE), PLACE + BITS, CENTER, DTYPE)
+
+
+@triton.jit
+def _picked(words, AT: tl.constexpr, BITS: tl.constexpr, PLACE: tl.constexpr):
+    """The field at bit AT of both halves of each word, moved to bit PLACE of them."""
     MASK: tl.constexpr = (((1 << BITS) - 1) * 0x10001) << PLACE
     moved = words >> (AT - PLACE) if AT >= PLACE else words << (PLACE - AT)
-    picked = moved & MASK
+    return moved & MASK
+
+
+@triton.jit
+def _centred(picked, BITS: tl.constexpr, CENTER: tl.constexpr, DTYPE: tl.constexpr):
+    """Numbers of BITS bits in both halves of each word, less CENTER -> DTYPE [..., half]."""
     if tl.float16 == DTYPE:
         field = _less(_halves(picked | 0x64006400, DTYPE), 1024 + CENTER)
-    elif tl.bfloat16 == DTYPE and PLACE + BITS < 8:
+    elif tl.bfloat16 == DTYPE and BITS < 8:
         field = _less(_halves(picked | 0x43004300, DTYPE), 128 + CENTER)
     else:
         whole = tl.join(picked & 0xFFFF, picked >> 16) | 0x4B000000
@@ -219,3 +230,83 @@ def _int8_tile(plane, first_row, block, N, num_blocks, BLOCK_N: tl.constexpr, BL
     # Axes: strip, step, g, t, half of the strip, half of the step, byte.
     codes = codes.reshape(BLOCK_N // 16, BLOCK_K // 32, 8, 4, 2, 2, 4)
     return codes.permute(0, 4, 2, 1, 5, 3, 6).reshape(BLOCK_N, BLOCK_K)
+
+
+@triton.jit
+def step_pairs(
+    low,
+    high,
+    tiles,
+    STEP: tl.constexpr,
+    LOW_BITS: tl.constexpr,
+    HIGH_BITS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STRIPS: tl.constexpr,
+):
+    """Codes of 16 inputs of tiles [STRIPS], each in the thread that has loaded it: for lane 4 g + t those of
+    inputs 2 t and 2 t + 1, of outputs g and of g + 8, then those of inputs 2 t + 8 and 2 t + 9.
+
+    -> four int32 [STRIPS, g, t], a code in each half. Words that several steps ask for are loaded once: the
+    compiler sees that it has them.
+    """
+    first_0, first_1, second_0, second_1 = _plane_pairs(low, tiles, STEP, LOW_BITS, 0, BLOCK_K, STRIPS)
+    if HIGH_BITS > 0:
+        high_00, high_01, high_10, high_11 = _plane_pairs(
+            high, tiles, STEP, HIGH_BITS, LOW_BITS, BLOCK_K, STRIPS
+        )
+        first_0, first_1 = first_0 | high_00, first_1 | high_01
+        second_0, second_1 = second_0 | high_10, second_1 | high_11
+    return first_0, first_1, second_0, second_1
+
+
+@triton.jit
+def _plane_pairs(
+    plane,
+    tiles,
+    STEP: tl.constexpr,
+    BITS: tl.constexpr,
+    PLACE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STRIPS: tl.constexpr,
+):
+    """The part of `step_pairs` that a plane holds, moved to bit PLACE."""
+    LANE_WORDS: tl.constexpr = BLOCK_K * BITS // 64
+    WORDS: tl.constexpr = LANE_WORDS if LANE_WORDS < 4 else 4  # of a load
+    STEPS: tl.constexpr = 16 // BITS if BLOCK_K // 16 > 16 // BITS else BLOCK_K // 16  # within a unit
+    # Where a lane has fewer than four words, fields of one tell halves of the strip, or of the step, apart.
+    N_FIELDS: tl.constexpr = 0 if WORDS == 4 else STEPS * BITS
+    K_FIELDS: tl.constexpr = 2 * STEPS * BITS if WORDS == 1 else 0
+    AT: tl.constexpr = STEP % STEPS * BITS
+    lanes = tl.arange(0, 8)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    at = plane + tiles[:, None, None] * (32 * LANE_WORDS) + (STEP // STEPS * 32 + lanes) * WORDS
+    if WORDS == 1:
+        word_00 = tl.load(at)
+        word_01, word_10, word_11 = word_00, word_00, word_00
+    elif WORDS == 2:
+        word_00, word_10 = tl.split(tl.load(at[:, :, :, None] + tl.arange(0, 2)))
+        word_01, word_11 = word_00, word_10
+    else:
+        words = tl.load(at[:, :, :, None] + tl.arange(0, 4))
+        first, second = tl.split(words.reshape(STRIPS, 8, 4, 2, 2))
+        word_00, word_01 = tl.split(first)
+        word_10, word_11 = tl.split(second)
+    return (
+        _picked(word_00, AT, BITS, PLACE),
+        _picked(word_01, AT + N_FIELDS, BITS, PLACE),
+        _picked(word_10, AT + K_FIELDS, BITS, PLACE),
+        _picked(word_11, AT + K_FIELDS + N_FIELDS, BITS, PLACE),
+    )
+
+
+@triton.jit
+def numbers(pairs, BITS: tl.constexpr, CENTER: tl.constexpr, DTYPE: tl.constexpr):
+    """The codes of BITS bits in both halves of each word, less CENTER: two float32 of its shape."""
+    first, second = tl.split(_centred(pairs, BITS, CENTER, DTYPE))
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def floats(pairs, DTYPE: tl.constexpr):
+    """The DTYPE numbers in both halves of each word: two float32 of its shape."""
+    first, second = tl.split(_halves(pairs, DTYPE))
+    return first.to(tl.float32), second.to(tl.float32)

@@ -25,8 +25,17 @@ from gpu_models import MODELS
 from quantd.kernels.gpu.targets import FIRST_DOT, SHARED_MEMORY
 
 # What reads whole rows or tiles from global memory, and so has to read them wide.
-_BULK = ("_glu_kernel", "_norm_kernel", "_rope_kernel", "attention_kernel", "survey_kernel")
+_BULK = (
+    "_dense_gemv_kernel",
+    "_glu_kernel",
+    "_norm_kernel",
+    "_rope_kernel",
+    "attention_kernel",
+    "survey_kernel",
+)
 _DOT = ("_matmul_kernel", "attention_kernel")
+# What multiplies in float32, a thread what it has loaded.
+_GEMV = ("_gemv_kernel", "_dense_gemv_kernel")
 # Constants of which a kernel's code has no more than a number, and those that matter in being none or one.
 _SIZES = ("VOCAB", "CHUNKS", "SLOTS", "WIDTH", "NUM_HEADS", "NUM_KV_HEADS", "GROUP", "HEAD_STRIDE")
 _COUNTS = ("WORDS", "SPLITS")
@@ -36,6 +45,7 @@ _COUNTS = ("WORDS", "SPLITS")
 _TRADED_BYTES, _MANY_REGISTERS = 32, 240
 
 _TENSOR_CORE = re.compile(r"\b(?:[HIQO]MMA|[HIQ]GMMA|UTC\w*MMA)\b")
+_FMA = re.compile(r"\bFFMA\b")
 _WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.\S*\b(?:128|256)\b")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")
 
@@ -44,8 +54,9 @@ class Report(NamedTuple):
     """What a kernel became on one target.
 
     num_registers: of a thread. spilled_bytes: of a thread's stack, where what found no register lies.
-    shared_bytes: of a program. num_tensor_core, num_wide_loads: instructions for matrices, and loads of 16
-    bytes or more from global memory, as they stand in the code; None where the code was not read.
+    shared_bytes: of a program. num_tensor_core, num_wide_loads, num_fma: instructions for matrices, loads of
+    16 bytes or more from global memory, and sums with a product in float32, as they stand in the code; None
+    where the code was not read.
     """
 
     num_registers: int
@@ -53,6 +64,7 @@ class Report(NamedTuple):
     shared_bytes: int
     num_tensor_core: int | None = None
     num_wide_loads: int | None = None
+    num_fma: int | None = None
 
 
 def kinds(launches: Iterable[Launch]) -> list[Launch]:
@@ -102,6 +114,15 @@ def faults(launch: Launch, report: Report) -> Iterator[str]:
         yield "no tensor-core instruction"
     if (name in _BULK or _reads_wide_tiles(launch)) and report.num_wide_loads == 0:
         yield "no load of 16 bytes"
+    if name in _GEMV and report.num_fma is not None and report.num_fma < _products(launch):
+        yield f"{report.num_fma} products for {_products(launch)}"
+
+
+def _products(launch: Launch) -> int:
+    """Of a thread with one block of inputs."""
+    values = dict(launch.constants)
+    block = int(values["ROWS"] * values["BLOCK_N"] * values["BLOCK_K"])
+    return block // (32 * launch.num_warps)
 
 
 def _reads_wide_tiles(launch: Launch) -> bool:
@@ -113,9 +134,12 @@ def _reads_wide_tiles(launch: Launch) -> bool:
 def reads_code(launch: Launch) -> bool:
     """Whether instructions are counted, which takes as long as compiling.
 
-    Tensor cores are looked for on every target that has them for us; how wide loads are, on one.
+    Tensor cores are looked for on every target that has them for us; how wide loads are, on one, and where
+    there are none in what stands in for them, of most rows.
     """
     name = launch.kernel.partition(":")[2]
+    if name in _GEMV:
+        return dict(launch.constants)["ROWS"] == 8
     if launch.capability == 90:
         return name in _DOT or name in _BULK or _reads_wide_tiles(launch)
     return name in _DOT and launch.capability >= FIRST_DOT
@@ -172,7 +196,9 @@ def _report(cubin: bytes, shared_bytes: int, reads_code: bool) -> Report:
         return report
     code = _told(knobs.nvidia.nvdisasm.path, "-c", cubin)
     return report._replace(
-        num_tensor_core=len(_TENSOR_CORE.findall(code)), num_wide_loads=len(_WIDE_LOAD.findall(code))
+        num_tensor_core=len(_TENSOR_CORE.findall(code)),
+        num_wide_loads=len(_WIDE_LOAD.findall(code)),
+        num_fma=len(_FMA.findall(code)),
     )
 
 

@@ -140,7 +140,7 @@ def test_a_large_matrix_is_dequantized_in_parts(
     check(quantized(100, 128, 4, 32), 130, FINEST, tuning, gpu_device)
 
 
-@pytest.mark.parametrize("num_rows", [1, 5])
+@pytest.mark.parametrize("num_rows", [1, 5, 25])
 @pytest.mark.parametrize("name", ["offset, act-order, planes", "one scale", "plain"])
 def test_without_tensor_cores(name: str, num_rows: int, gpu_device: str) -> None:
     check(WEIGHTS[name], num_rows, torch.float16, Tuning(TURING), gpu_device)
@@ -150,26 +150,44 @@ def test_without_tensor_cores(name: str, num_rows: int, gpu_device: str) -> None
     assert relative_error(out, 30 * torch.tanh(exact(x.float(), weight) / 60)) < TOLERANCE[torch.float16]
 
 
-@pytest.mark.parametrize("name", ["symmetric", "plain"])
-def test_same_bits_without_tensor_cores(name: str, gpu_device: str) -> None:
+@pytest.mark.parametrize(
+    ("bits", "group_size", "k"),
+    [
+        *((bits, group, k) for bits in (2, 3, 4, 8) for group, k in ((128, 128), (32, 75), (16, 48))),
+        *((bits, 64, 64) for bits in (1, 5, 6)),
+        (4, 7, 30),
+    ],
+)
+def test_every_layout_without_tensor_cores(bits: int, group_size: int, k: int, gpu_device: str) -> None:
+    weight, x = quantized(37, k, bits, group_size, perm=group_size == 7), torch.randn(3, k).half()
+    on_gpu = pack(weight, None, gpu_device, torch.float16)
+    out = logits(x.to(gpu_device), on_gpu, Tuning(TURING))
+    # Sums are of float32, and codes exact: what is left is scales and offsets in fp16.
+    assert relative_error(out, exact(x.float(), weight)) < 5e-4
+
+
+@pytest.mark.parametrize("weight", [quantized(37, 96, 3, 32, perm=True), DenseWeight(torch.randn(37, 192))])
+def test_same_bits_without_tensor_cores(weight: Weight, gpu_device: str) -> None:
+    """In groups of eight rows, in splits; of packed weights up to 24 rows unasked."""
     bias = torch.randn(37)
-    weight = pack(WEIGHTS[name], bias, gpu_device, torch.float16)
-    x, tuning = torch.randn(4, 192).to(gpu_device, torch.float16), Tuning(TURING)
-    for product in (linear, logits):
-        whole = product(x, weight, tuning, same_bits=True)
-        assert relative_error(whole, exact(x.cpu().float(), WEIGHTS[name], bias)) < TOLERANCE[torch.float16]
-        for i in range(4):
-            assert torch.equal(product(x[i : i + 1], weight, tuning, same_bits=True)[0], whole[i])
+    packed = pack(weight, bias, gpu_device, torch.float16)
+    tuning = split_tuning(shape_of(packed, torch.float16), 3, TURING)
+    x = torch.randn(11, weight.shape[1]).to(gpu_device, torch.float16)
+    whole = linear(x, packed, tuning, same_bits=True)
+    assert relative_error(whole, exact(x.cpu().float(), weight, bias)) < TOLERANCE[torch.float16]
+    asked = packed.kind is Kind.DENSE
+    for first, last in ((0, 1), (10, 11), (1, 3), (3, 11)):
+        assert torch.equal(linear(x[first:last], packed, tuning, asked), whole[first:last]), (first, last)
 
 
 AMPERE = Gpu("ampere", 86, 84)
-ROWS = (1, 16, 512)
+ROWS = (1, 24, 512)
 
 
 @pytest.mark.parametrize(
     ("gpu", "name", "same_bits", "of_linear", "of_logits"),
     [
-        (TURING, "symmetric", False, "gemv vendor vendor", "gemv vendor vendor"),
+        (TURING, "symmetric", False, "gemv gemv vendor", "gemv gemv vendor"),
         (TURING, "symmetric", True, "gemv gemv gemv", "gemv gemv gemv"),
         (TURING, "plain", False, "vendor vendor vendor", "vendor vendor vendor"),
         (TURING, "plain", True, "gemv gemv gemv", "gemv gemv gemv"),

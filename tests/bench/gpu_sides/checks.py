@@ -83,7 +83,8 @@ def _linears(setup: Setup) -> Iterator[Check]:
         for same_bits in (False, True):
             label = f"linear {name}{', same bits' if same_bits else ''}"
             yield label, partial(_linear_error, setup, weight, setup.tuning, same_bits), half_step
-        yield f"bits of a row of linear {name} alone", partial(_other_bits, setup, weight), setup.bits_goal()
+        other_bits = partial(_other_bits, setup, weight, setup.tuning)
+        yield f"bits of a row of linear {name} alone", other_bits, setup.bits_goal()
     yield "logits", partial(_logits_error, setup, _quantized(4, 128)), half_step
     yield "embedding", partial(_embedding_error, setup, _quantized(4, 128)), half_step
 
@@ -99,14 +100,14 @@ def _linear_error(setup: Setup, weight: Weight, tuning: Tuning, same_bits: bool)
     return max(errors)
 
 
-def _other_bits(setup: Setup, weight: Weight) -> int:
+def _other_bits(setup: Setup, weight: Weight, tuning: Tuning) -> int:
     """Rows that do not have the bits alone that they have among others."""
     packed = pack(weight, None, setup.device, setup.dtype)
     num_rows = max(setup.sizes.check_rows)
     x = torch.randn(num_rows, _K).to(setup.device, setup.dtype)
-    together = linear(x, packed, setup.tuning, same_bits=True)
+    together = linear(x, packed, tuning, same_bits=True)
     return sum(
-        not torch.equal(linear(x[i : i + 1], packed, setup.tuning, same_bits=True)[0], together[i])
+        not torch.equal(linear(x[i : i + 1], packed, tuning, same_bits=True)[0], together[i])
         for i in (0, num_rows - 1)
     )
 
@@ -236,8 +237,11 @@ def _rows(setup: Setup) -> Iterator[Check]:
 def _others(setup: Setup) -> Iterator[Check]:
     """What has one type, or none."""
     turing = Tuning(Gpu("as on sm_75", 75, setup.tuning.gpu.num_sms))
-    error = partial(_linear_error, replace(setup, dtype=torch.float16), _quantized(4, 128), turing, False)
+    halves, weight = replace(setup, dtype=torch.float16), _quantized(4, 128)
+    error = partial(_linear_error, halves, weight, turing, False)
     yield "linear W4A16 as on sm_75", error, _HALF_STEPS[torch.float16]
+    other_bits = partial(_other_bits, halves, weight, turing)
+    yield "bits of a row of linear W4A16 alone as on sm_75", other_bits, setup.bits_goal()
     yield "blocks copied, gathered, scattered", partial(_wrong_blocks, setup), 0
     yield "sampling: rows with a wrong token", partial(_wrong_samples, setup), 0
 
