@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantd.kernels.gpu.attention_kernels import attention_kernel, merge_kernel
-from quantd.kernels.gpu.attention_plan import Launch, Tiling, num_warps_for, plan, tiling_for
+from quantd.kernels.gpu.attention_plan import Launch, Tiling, max_registers, num_warps_for, plan, tiling_for
 from quantd.kernels.gpu.kv_cache import page_strides
 from quantd.kernels.gpu.tuning import gpu_of
 from quantd.kernels.ops import AttentionInputs, HeadShape, KVLayer
@@ -41,7 +41,8 @@ def attention(
     assert q.is_contiguous() and q.shape[1] == heads.num_heads * heads.head_dim, q.shape
     assert inputs.block_tables.is_contiguous() and heads.head_dim <= 256
     dim, gpu = _padded(heads.head_dim), gpu_of(q.device)
-    tiling = tiling or tiling_for(dim, gpu, layer.k.dtype.itemsize)
+    value_bytes = layer.k.dtype.itemsize
+    tiling = tiling or tiling_for(dim, gpu, value_bytes)
     num_splits = -(-inputs.block_tables.shape[1] * layer.k.shape[2] // tiling.split_len)
     if launches is None:
         launches = plan(len(q), len(inputs.context_len), num_splits, heads, gpu)
@@ -68,8 +69,8 @@ def attention(
         **_constants(heads, tiling, _dot_type(q, layer), softcap > 0, window > 0),
     }
     for launch in launches:
-        num_warps = num_warps_for(launch, dim, layer.k_scale is not None, gpu)
-        _run(launch, num_splits, heads, arguments, num_warps)
+        num_warps = num_warps_for(launch, dim, gpu, value_bytes)
+        _run(launch, num_splits, heads, arguments, num_warps, max_registers(launch, dim, num_warps))
     return out
 
 
@@ -112,7 +113,12 @@ def _constants(
 
 
 def _run(
-    launch: Launch, num_splits: int, heads: HeadShape, arguments: Mapping[str, Any], num_warps: int
+    launch: Launch,
+    num_splits: int,
+    heads: HeadShape,
+    arguments: Mapping[str, Any],
+    num_warps: int,
+    max_registers: int | None,
 ) -> None:
     """A launch, in as many turns as its scratch asks for."""
     grid = (launch.num_tiles, heads.num_kv_heads, launch.num_programs)
@@ -131,7 +137,7 @@ def _run(
             "IS_FIRST": first == 0,
             "IS_LAST": first + launch.num_splits >= num_splits,
         }
-        _start(attention_kernel, grid, turn, num_warps)
+        _start(attention_kernel, grid, turn, num_warps, max_registers)
         if not launch.direct:
             _start(merge_kernel, (launch.share.max_tokens, heads.num_heads), turn, num_warps=1)
 
@@ -147,6 +153,12 @@ def _scratch(launch: Launch, heads: HeadShape, device: torch.device) -> dict[str
     }
 
 
-def _start(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], num_warps: int) -> None:
+def _start(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Mapping[str, Any],
+    num_warps: int,
+    max_registers: int | None = None,
+) -> None:
     arguments = {name: arguments[name] for name in kernel.arg_names}
-    kernel[grid](**arguments, num_warps=num_warps, num_stages=_NUM_STAGES)
+    kernel[grid](**arguments, num_warps=num_warps, num_stages=_NUM_STAGES, maxnreg=max_registers)

@@ -78,15 +78,26 @@ def tiling_for(dim: int, gpu: Gpu, value_bytes: int) -> Tiling:
     return Tiling(64 if wide_dim <= (128 if roomy else 64) else 32)
 
 
-def num_warps_for(launch: Launch, dim: int, int8: bool, gpu: Gpu) -> int:
+def num_warps_for(launch: Launch, dim: int, gpu: Gpu, value_bytes: int) -> int:
     """Of a program. Codes that few rows meet are unpacked where they are multiplied, by as few warps as have
     registers for that: what goes from warp to warp waits.
     """
-    if not gpu.has_dots:
-        return 8 if dim == 256 else 4
-    if launch.direct or launch.tile_rows > 16 or not int8:
+    if dim == 256 and (not gpu.has_dots or (launch.direct and value_bytes > 2)):
+        return 8
+    if not gpu.has_dots or launch.direct or launch.tile_rows > 16 or value_bytes > 1:
         return 4
     return max(tiling_for(dim, gpu, value_bytes=1).tile_len * max(dim, 128) // 4096, 1)
+
+
+def max_registers(launch: Launch, dim: int, num_warps: int) -> int | None:
+    """Registers that a thread may have; None for as many as the assembler finds best.
+
+    Of a program that walks its whole context it keeps a few words in memory, to have room for one program
+    more on a multiprocessor. So it is given the registers of three with a small tile, else of two.
+    """
+    if not launch.direct or num_warps != 4:
+        return None
+    return 168 if launch.tile_rows == 16 and dim <= 128 else 255
 
 
 def plan(

@@ -21,7 +21,7 @@ from torch import Tensor
 from quantd.kernels.gpu.inputs import Inputs
 from quantd.kernels.gpu.split_k import Finish, add_splits, finish
 from quantd.kernels.gpu.tiles import INT8, weight_tile
-from quantd.kernels.gpu.tuning import Gpu, Shape, Tile
+from quantd.kernels.gpu.tuning import Gpu, Shape, Tile, max_registers
 from quantd.kernels.gpu.weights import GpuWeight, Kind
 
 
@@ -202,6 +202,7 @@ def matmul(inputs: Inputs, weight: GpuWeight, how: Finish, splits: int, tile: Ti
         LOGITS=how.logits and finishes,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        maxnreg=max_registers(tile, shape, gpu),
     )
     return out if finishes else add_splits(out, inputs.scale, weight.bias, how)
 

@@ -30,6 +30,7 @@ _VERSION = 1
 _BLOCKS_N = (64, 128)
 _WARPS = (4, 8)
 _STAGES = (2, 3, 4, 5, 6)
+_SM_REGISTERS = 65536
 _MIN_SPLIT_K = 512  # inputs of a split: enough to fill the pipeline
 
 
@@ -86,6 +87,11 @@ class Shape:
         step_k = 128 if self.bits in (1, 2, 4, 8) else 64
         most = max(step_k // self.block_k, 1)
         return next(blocks for blocks in (8, 4, 2, 1) if blocks <= most and self.num_blocks % blocks == 0)
+
+    @property
+    def has_two_planes(self) -> bool:
+        """Whether a code's bits lie in two places: see quantd.kernels.gpu.weights."""
+        return self.bits < 8 and self.bits not in (1, 2, 4)
 
     @property
     def num_blocks(self) -> int:
@@ -155,8 +161,21 @@ def default_tile(rows: int, shape: Shape, gpu: Gpu) -> Tile:
     # Beyond 32 rows the older instruction (all but sm_90's) has two warps unpack the same weights.
     block_m = min(rows, 64 if gpu.capability == 90 else 32)
     # Eight warps load scales to where they are used; four, which pass them on, unpack more per instruction.
-    num_warps = 4 if rows <= 16 and shape.block_k == 128 else 8
+    unpacks_much = rows <= 16 and shape.block_k == 128
+    # Two planes leave eight warps of sm_120 short of registers, four have twice as many each.
+    lacks_registers = gpu.capability == 120 and block_m == 32 and shape.has_two_planes
+    num_warps = 4 if unpacks_much or lacks_registers else 8
     return Tile(block_m, 128, num_warps, _num_stages(block_m, 128, shape, gpu))
+
+
+def max_registers(tile: Tile, shape: Shape, gpu: Gpu) -> int | None:
+    """Registers that a thread of a product may have; None for as many as the assembler finds best.
+
+    For sm_120 it keeps a few words of some tiles in memory, to have room for a third program on an SM. Those
+    get the registers of two, which they leave part of unused.
+    """
+    is_traded = gpu.capability == 120 and tile.block_m == 32 and (shape.bits == 8 or shape.has_two_planes)
+    return min(_SM_REGISTERS // (2 * 32 * tile.num_warps), 255) if is_traded else None
 
 
 def _num_stages(block_m: int, block_n: int, shape: Shape, gpu: Gpu) -> int:

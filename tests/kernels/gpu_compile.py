@@ -40,10 +40,6 @@ _GEMV = ("_gemv_kernel", "_dense_gemv_kernel")
 _SIZES = ("VOCAB", "CHUNKS", "SLOTS", "WIDTH", "NUM_HEADS", "NUM_KV_HEADS", "GROUP", "HEAD_STRIDE")
 _COUNTS = ("WORDS", "SPLITS")
 
-# Left to itself the assembler keeps a few words of a thread in memory where that makes room for one more
-# program on a multiprocessor: a trade, with registers to spare. Where they ran out it is a fault.
-_TRADED_BYTES, _MANY_REGISTERS = 32, 240
-
 _TENSOR_CORE = re.compile(r"\b(?:[HIQO]MMA|[HIQ]GMMA|UTC\w*MMA)\b")
 _FMA = re.compile(r"\bFFMA\b")
 _WIDE_LOAD = re.compile(r"\b(?:LDG|LDGSTS)\.\S*\b(?:128|256)\b")
@@ -106,7 +102,7 @@ def _values(launch: Launch) -> list[tuple[str, Hashable]]:
 def faults(launch: Launch, report: Report) -> Iterator[str]:
     """What a kernel must not do, in words."""
     name = launch.kernel.partition(":")[2]
-    if report.spilled_bytes > (_TRADED_BYTES if report.num_registers < _MANY_REGISTERS else 0):
+    if report.spilled_bytes:
         yield f"{report.spilled_bytes} bytes of registers spilled"
     if report.shared_bytes > SHARED_MEMORY[launch.capability]:
         yield f"{report.shared_bytes} bytes of shared memory"
