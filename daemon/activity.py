@@ -216,7 +216,7 @@ class RequestRecord:
 def cancelled() -> RequestCancelledError:
     """What a cancelled request's client is told."""
     return RequestCancelledError(
-        "the request was cancelled in the daemon: on its page, or by POST /quantd/cancel"
+        "the request was cancelled in the daemon: on its page, by quantd cancel or POST /quantd/cancel"
     )
 
 
@@ -273,7 +273,7 @@ class Activity:
         """End the requests of this name, which may be several. Raises RequestNotFoundError."""
         found = [record for record in self._open if record.id == id]
         if not found:
-            raise RequestNotFoundError(f"no request {id!r} is under way; quantd top shows those that are")
+            raise RequestNotFoundError(f"no request {id!r} is under way; quantd cancel lists those that are")
         for record in found:
             record.cancel()
 

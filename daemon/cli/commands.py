@@ -24,6 +24,7 @@ _COMMANDS = {
     "status": "control",
     "top": "top",
     "logs": "logs",
+    "cancel": "cancel",
     "stop": "control",
     "cache": "cache",
     "connect": "connect",

@@ -86,7 +86,7 @@ _ROWS: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (ResponseNotFoundError, 404, "invalid_request_error", None),
     (PrefixNotFoundError, 404, "invalid_request_error", None),
     (DiskFullError, 507, "server_error", "insufficient_storage"),
-    (RequestNotFoundError, 404, "invalid_request_error", None),
+    (RequestNotFoundError, 404, "invalid_request_error", "request_not_found"),
     # A status for which no client tries again by itself.
     (RequestCancelledError, 410, "invalid_request_error", "cancelled"),
     (NotServedError, 501, "server_error", "not_supported"),

@@ -120,6 +120,7 @@ class FakeDaemon:
         self.socket = folder / "api.sock"
         self.bodies: list[dict[str, Any]] = []
         self.loads: list[dict[str, Any]] = []
+        self.cancelled: list[str] = []
         self.chat_error: dict[str, Any] | None = None
         self.endless = False
         self.cut = False
@@ -147,6 +148,7 @@ class FakeDaemon:
         app.router.add_post("/quantd/load", self._load)
         app.router.add_post("/quantd/unload", _always({"status": "unloaded"}))
         app.router.add_post("/quantd/stop", _always({"status": "stopping"}))
+        app.router.add_post("/quantd/cancel", self._cancel)
         app.router.add_post("/v1/chat/completions", self._chat)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)
         await runner.setup()
@@ -157,6 +159,15 @@ class FakeDaemon:
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(self.status)
+
+    async def _cancel(self, request: web.Request) -> web.Response:
+        """As of a request that has just ended, where the id says so."""
+        id = (await request.json())["id"]
+        if id.endswith("ended"):
+            error = {"message": f"no request {id!r} is under way", "code": "request_not_found"}
+            return web.json_response({"error": error}, status=404)
+        self.cancelled.append(id)
+        return web.json_response({"status": "cancelled", "id": id})
 
     async def _load(self, request: web.Request) -> web.StreamResponse:
         self.loads.append(await request.json())

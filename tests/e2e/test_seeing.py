@@ -54,6 +54,20 @@ def entries(home: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def test_a_stream_is_cancelled_from_the_command_line(served: Served, tiny_home: Path) -> None:
+    body = ASK | {"max_tokens": 7000, "stream": True}
+    headers = {"x-request-id": "long-story"}
+    with served.http() as http, http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if line.startswith("data:"))
+        assert "long-story" in quantd(served, tiny_home, "cancel").stdout
+        assert quantd(served, tiny_home, "cancel", "long").stdout == "Cancelled: long-story\n"
+        last = [line for line in lines if line.startswith("data:")][-1]
+    assert "the request was cancelled" in json.loads(last.removeprefix("data:"))["error"]["message"]
+    served.wait_idle()
+    assert quantd(served, tiny_home, "cancel").stdout == "No request is under way.\n"
+
+
 def test_a_request_in_log_and_metrics(served: Served, tiny_home: Path) -> None:
     before = values(served)
     with served.http() as http:
