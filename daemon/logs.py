@@ -1,7 +1,4 @@
-"""The daemon's own messages: a line for each thing worth knowing, and where those lines go.
-
-No message holds text of a request.
-"""
+"""The daemon's own messages: a line for each thing worth knowing, and where those lines go."""
 
 from __future__ import annotations
 
@@ -15,10 +12,8 @@ from typing import Literal
 import msgspec
 from aiohttp.http_exceptions import HttpProcessingError
 
-from quantd.daemon.supervision import Supervision
+from quantd.engine.log_lines import is_read_by_journal, write_to_stderr
 
-# syslog(3); systemd reads them in front of a line (sd-daemon(3)).
-_PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 _CGROUP = Path("/proc/self/cgroup")
 
 
@@ -34,24 +29,11 @@ class LogPlace(msgspec.Struct, frozen=True, omit_defaults=True):
 NOWHERE = LogPlace("nowhere")
 
 
-def log_to_stderr(supervision: Supervision) -> LogPlace:
-    """Write messages to stderr, as who reads there wants them; where that is."""
-    place = _place(supervision)
-    handler = logging.StreamHandler(sys.stderr)
-    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
-    handler.setFormatter(_JournalFormatter() if place.kind == "journal" else plain)
-    logging.basicConfig(handlers=[handler], level=logging.INFO)
+def log_to_stderr() -> LogPlace:
+    """Write messages to stderr; where that is."""
+    write_to_stderr()
     logging.getLogger("aiohttp.server").addFilter(_tell_bad_http_in_a_line)
-    return place
-
-
-class _JournalFormatter(logging.Formatter):
-    """The priority before each line; the journal knows the time itself."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """See logging.Formatter."""
-        priority = next((number for level, number in _PRIORITIES if record.levelno >= level), 7)
-        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
+    return _place()
 
 
 def _tell_bad_http_in_a_line(record: logging.LogRecord) -> bool:
@@ -62,13 +44,13 @@ def _tell_bad_http_in_a_line(record: logging.LogRecord) -> bool:
     return True
 
 
-def _place(supervision: Supervision) -> LogPlace:
+def _place() -> LogPlace:
     try:
         found = os.fstat(sys.stderr.fileno())
         path = str(Path(f"/proc/self/fd/{sys.stderr.fileno()}").readlink())
     except (OSError, ValueError):  # closed, or not Linux
         return NOWHERE
-    if supervision.journal == (found.st_dev, found.st_ino):
+    if is_read_by_journal():
         unit, user = _own_unit()
         return LogPlace("journal", unit=unit, user=user)
     if stat.S_ISREG(found.st_mode):

@@ -57,7 +57,7 @@ def run_server(config: ServeConfig) -> int:
     The first signal lets running requests finish for up to drain_seconds and gives 0, a second ends all
     at once and gives 1. Raises ListenError, and ModelNotFoundError for a model to preload.
     """
-    log = log_to_stderr(config.supervision)
+    log = log_to_stderr()
     # All that wait are accepted before the first of them is refused.
     allow_open_files(config.limits.max_connections + BACKLOG + _OTHER_FILES)
     with contextlib.ExitStack() as opened:

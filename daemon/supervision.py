@@ -23,15 +23,13 @@ class Supervision:
     """What a manager has set up. watchdog_seconds: it ends a daemon that is silent for so long; None: never.
 
     num_sockets: listening sockets that it has handed over, as the file descriptors from 3 on. names: what it
-    calls them, as far as it does (FileDescriptorName=). journal: device and inode of the stream that its
-    journal reads.
+    calls them, as far as it does (FileDescriptorName=).
     """
 
     notify_address: str | None = None
     watchdog_seconds: float | None = None
     num_sockets: int = 0
     names: tuple[str, ...] = ()
-    journal: tuple[int, int] | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str], pid: int | None = None) -> Supervision:
@@ -44,7 +42,6 @@ class Supervision:
             watchdog_seconds=int(env["WATCHDOG_USEC"]) / 1e6 if watched else None,
             num_sockets=int(env["LISTEN_FDS"]) if handed else 0,
             names=tuple(filter(None, env.get("LISTEN_FDNAMES", "").split(":"))) if handed else (),
-            journal=_numbers(env.get("JOURNAL_STREAM", "")),
         )
 
     def sockets(self) -> list[socket.socket]:
@@ -52,11 +49,6 @@ class Supervision:
         fds = range(_FIRST_FD, _FIRST_FD + self.num_sockets)
         names = chain(self.names, repeat("unnamed"))
         return [_listener(fd, name) for fd, name in zip(fds, names, strict=False)]
-
-
-def _numbers(text: str) -> tuple[int, int] | None:
-    first, _, second = text.partition(":")
-    return (int(first), int(second)) if first.isdecimal() and second.isdecimal() else None
 
 
 def _listener(fd: int, name: str) -> socket.socket:

@@ -29,6 +29,7 @@ from quantd.engine.disk_writer import Written
 from quantd.engine.errors import CapacityError, RankError
 from quantd.engine.faults import describe, is_gpu_fault, is_out_of_memory, kind_of
 from quantd.engine.grammar import NO_GRAMMARS, Compiled, GrammarCompiler, Grammars, ModelGrammars
+from quantd.engine.log_lines import write_to_stderr
 from quantd.engine.messages import (
     Abort,
     Add,
@@ -269,5 +270,5 @@ def _build_runner(config: EngineConfig, progress: Progress, fail: Fail, make_roo
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    write_to_stderr("engine %(process)d: %(message)s")
     serve(int(sys.argv[1]), _build_runner)

@@ -20,6 +20,7 @@ import msgspec
 from quantd.engine.connection import Connection
 from quantd.engine.errors import RankError
 from quantd.engine.faults import describe, kind_of
+from quantd.engine.log_lines import write_to_stderr
 from quantd.engine.messages import Failed
 from quantd.engine.parent import die_with_parent
 from quantd.engine.rank_messages import (
@@ -113,5 +114,5 @@ def _wait_for_end(connection: Connection) -> None:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    write_to_stderr("rank %(process)d: %(message)s")
     serve(int(sys.argv[1]))

@@ -10,11 +10,10 @@ import sys
 from pathlib import Path
 
 CODE = """
-import logging, os
+import logging
 import msgspec
 from quantd.daemon.logs import log_to_stderr
-from quantd.daemon.supervision import Supervision
-place = log_to_stderr(Supervision.from_env(os.environ))
+place = log_to_stderr()
 log = logging.getLogger("quantd")
 log.debug("too much")
 log.info("a model\\nis loaded")
