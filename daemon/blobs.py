@@ -12,7 +12,7 @@ from collections.abc import AsyncIterable, AsyncIterator
 from pathlib import Path
 
 from quantd.daemon.errors import DiskFullError
-from quantd.daemon.pull import is_full
+from quantd.daemon.sources.disk import is_full
 from quantd.engine.errors import RequestError
 
 _DIGEST = re.compile(r"sha256[:-]([0-9a-f]{64})")

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from quantd.daemon.preset import Preset
-from quantd.daemon.pull import Progress, is_model_file, model_files
+from quantd.daemon.sources.files import is_model_file, model_files
+from quantd.daemon.sources.source import Progress
 
 TEMPLATE_NAME = "chat_template.jinja"
 _MODEL = "model:"

@@ -19,7 +19,8 @@ from quantd.daemon.derive import Changes, FileSource, ModelSource
 from quantd.daemon.endings import end_tidily
 from quantd.daemon.errors import DiskFullError, ModelNotFoundError, StoreError
 from quantd.daemon.preset import Preset
-from quantd.daemon.pull import Source, parse_source
+from quantd.daemon.sources.source import Source
+from quantd.daemon.sources.spec import parse_source
 from quantd.daemon.store import Store
 from quantd.kernels.errors import QuantdError
 from quantd.quant.errors import CheckpointError, UnsupportedModelError

@@ -25,7 +25,10 @@ import msgspec
 from quantd.daemon.catalogue import CATALOGUE
 from quantd.daemon.derive import Changes
 from quantd.daemon.errors import DiskFullError, ModelNotFoundError, StoreError
-from quantd.daemon.pull import LocalSource, Progress, Source, is_full, parse_source
+from quantd.daemon.sources.disk import is_full
+from quantd.daemon.sources.local import LocalSource
+from quantd.daemon.sources.source import Progress, Source
+from quantd.daemon.sources.spec import parse_source
 from quantd.kernels.errors import QuantdError
 from quantd.quant.config import read_quant_config
 from quantd.quant.safetensors_file import TensorIndex, read_index, read_json

@@ -11,11 +11,11 @@ from quantd.daemon.access.scope import Scope
 from quantd.daemon.errors import ModelNotFoundError
 from quantd.daemon.library import Library
 from quantd.daemon.library_worker import Job, Pull
-from quantd.daemon.pull import parse_source
 from quantd.daemon.routes.content import json_of, lines_of
 from quantd.daemon.routes.keys import LIBRARY, TIMING
 from quantd.daemon.routes.ollama import ollama_route
 from quantd.daemon.routes.route import Route
+from quantd.daemon.sources.spec import parse_source
 from quantd.daemon.wire import ollama
 from quantd.daemon.wire.errors import json_response
 from quantd.daemon.wire.incoming import read_pieces

@@ -12,7 +12,7 @@ from quantd.daemon.blobs import Blobs
 from quantd.daemon.errors import StoreError
 from quantd.daemon.library_worker import Build, Derive, Job, Pull, Step
 from quantd.daemon.preset import Preset
-from quantd.daemon.pull import is_model_file
+from quantd.daemon.sources.files import is_model_file
 from quantd.daemon.store import check_name, plain_name
 from quantd.daemon.templates import ChatTemplate
 from quantd.daemon.wire.body import SAMPLING_FIELDS, parse, refuse_unsupported

@@ -19,7 +19,7 @@ from gguf_files import write_tiny
 from waiting import PATIENCE
 
 from quantd.daemon.errors import ModelNotFoundError, StoreError
-from quantd.daemon.pull import Progress
+from quantd.daemon.sources.source import Progress
 from quantd.daemon.store import Store, check_name
 from quantd.daemon.tokenizer import Tokenizer
 from quantd.kernels.errors import QuantdError

@@ -21,7 +21,9 @@ from hub_server import Hub, running_hub
 from quantd.daemon.catalogue import CATALOGUE
 from quantd.daemon.derive import ModelSource
 from quantd.daemon.errors import DiskFullError, ModelNotFoundError, StoreError
-from quantd.daemon.pull import HubSource, PackageSource, choose_files, parse_source, unpack_gguf
+from quantd.daemon.sources.hub import HubSource, choose_files
+from quantd.daemon.sources.package import PackageSource, unpack_gguf
+from quantd.daemon.sources.spec import parse_source
 from quantd.daemon.store import Store
 
 
