@@ -55,7 +55,7 @@ def entries(home: Path) -> list[dict[str, Any]]:
 
 
 def test_a_stream_is_cancelled_from_the_command_line(served: Served, tiny_home: Path) -> None:
-    body = ASK | {"max_tokens": 7000, "stream": True}
+    body = ASK | {"prompt": [5] * 20, "max_tokens": 7000, "stream": True}
     headers = {"x-request-id": "long-story"}
     with served.http() as http, http.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
         lines = answer.iter_lines()
@@ -117,7 +117,7 @@ def test_counters_outlive_a_crash_and_what_was_said_is_in_no_log(served: Served,
 
 
 def test_what_runs(served: Served, tiny_home: Path) -> None:
-    body = ASK | {"max_tokens": 7000, "stream": True}
+    body = ASK | {"prompt": [5] * 20, "max_tokens": 7000, "stream": True}
     with served.http() as http, http.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.status_code == 200, answer.read()
         lines = answer.iter_lines()
