@@ -46,7 +46,7 @@ class GpuRunner(ModelRunner):
         drawing = [entry for entry in plan.entries if entry.samples]
         if not drawing:
             return Drawn([])
-        logits = self._part.decoder.logits(hidden)
+        logits = self._part.logits(hidden)
         place = count()
         places = [next(place) if entry.ahead else None for entry in drawing]
         return self._gpu_sampler.start(

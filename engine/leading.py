@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quantd.engine.batch import Batch
 from quantd.engine.errors import StepMemoryError
+from quantd.engine.faults import is_out_of_memory
 from quantd.engine.messages import ModelInfo
 from quantd.engine.model_part import ModelPart
 from quantd.engine.models.decoder import Decoder
@@ -25,11 +26,17 @@ class LeadingPart:
         self.ranks = ranks
         self._part = part
         self._reserved = 0
+        self._awaited = 0
 
     @property
     def decoder(self) -> Decoder:
         """Rank 0's."""
         return self._part.decoder
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the other ranks have all that they wait for, so that a step can be left as it is."""
+        return self._awaited == 0
 
     @property
     def time_limit(self) -> float | None:
@@ -39,16 +46,34 @@ class LeadingPart:
     def forward(self, batch: Batch, drawn: Tensor | None = None) -> Tensor:
         """See ModelPart. Raises StepMemoryError."""
         self._reserve(self._part.step_bytes(batch))
-        self.ranks.send(step_of(batch))
-        return self._part.forward(batch, drawn)
+        step = step_of(batch)
+        self._awaited = 1 + self._part.num_shared_logits(batch)
+        self.ranks.send(step)
+        hidden = self._part.forward(batch, drawn)
+        self._awaited -= 1
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ModelPart."""
+        logits = self._part.logits(hidden)
+        # Where rank 0 has the output matrix alone, nobody waits for it.
+        self._awaited = max(self._awaited - 1, 0)
+        return logits
+
+    def reserve_again(self) -> None:
+        """Ask every rank for memory before the next step, whatever it had before."""
+        self._reserved = 0
 
     def prepare(self) -> bool:
         """See Runner: every rank its part, for what is left differs from stage to stage."""
         # Recording has its own memory, for which what is kept for steps may be given up.
-        self._reserved = 0
+        self.reserve_again()
+        self._awaited = 1
         self.ranks.send(Prepare())
         more = self._part.prepare()
-        return any([more, *(answer.more for answer in self.ranks.collect(Prepared, self.time_limit))])
+        answers = self.ranks.collect(Prepared, self.time_limit)
+        self._awaited = 0
+        return any([more, *(answer.more for answer in answers)])
 
     def _reserve(self, num_bytes: int) -> None:
         """Ask every rank for the memory of a step before any begins: in the middle none can stop without the
@@ -56,8 +81,10 @@ class LeadingPart:
         """
         if num_bytes <= self._reserved:
             return
+        self._awaited = 1
         self.ranks.send(Reserve(num_bytes))
         own, others = self._part.shortage(num_bytes), self.ranks.collect(Reserved, self.time_limit)
+        self._awaited = 0
         shortages = [text for text in (own, *(other.shortage for other in others)) if text is not None]
         self._reserved = 0 if shortages else num_bytes
         if shortages:
@@ -72,7 +99,12 @@ class LeadingPart:
 
 
 class LeadingRunner:
-    """A runner over `part`. Raises StepMemoryError, else RankError: the ranks are out of step then."""
+    """A runner over `part`.
+
+    Raises what says that memory was wanting where the ranks are in step: before the others were told, or on
+    rank 0 behind the last exchange. They have then written keys and values that the step, done again, writes
+    again. Raises RankError for all else: the ranks are out of step.
+    """
 
     pool_blocks = None
 
@@ -103,9 +135,10 @@ class LeadingRunner:
     def _together(self) -> Iterator[None]:
         try:
             yield
-        except StepMemoryError:
-            raise
         except Exception as error:
+            if is_out_of_memory(error) and self._part.in_step:
+                self._part.reserve_again()
+                raise
             raise self._part.ranks.explain(error) from error
 
 

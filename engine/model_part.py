@@ -78,9 +78,17 @@ class ModelPart:
         assert hidden is not None, "a stage that is not the first has no final norm"
         return hidden
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Those of rows of what `forward` gave; for ranks of the first stage. See Decoder."""
+        return self.decoder.logits(hidden)
+
+    def num_shared_logits(self, batch: Batch) -> int:
+        """In how many of a step's calls of `logits` other ranks take part."""
+        return sum(1 for _ in logits_rows(batch)) if self._place.group.size > 1 else 0
+
     @torch.inference_mode()
     def follow(self, batch: Batch) -> None:
-        """Do, on any rank but 0, what rank 0's `forward` and its calls of `decoder.logits` need."""
+        """Do, on any rank but 0, what rank 0's `forward` and its calls of `logits` need."""
         num_ahead = int((batch.token_ids == AHEAD).sum())
         if num_ahead and self._place.part.has_ends:
             drawn = torch.empty(num_ahead, dtype=torch.int32, device=self._device)
@@ -88,7 +96,7 @@ class ModelPart:
         hidden = self._pass(batch, self._forward)
         if hidden is not None:
             for rows in logits_rows(batch):
-                self.decoder.logits(select(hidden, rows))
+                self.logits(select(hidden, rows))
 
     @torch.inference_mode()
     def prepare(self) -> bool:

@@ -98,13 +98,13 @@ class ModelRunner:
         requests = [entry.request for entry in plan.entries if entry.samples]
         if not requests:
             return Drawn([])
-        logits = self._part.decoder.logits(hidden)
+        logits = self._part.logits(hidden)
         return Drawn(self._sampler.sample(logits, requests, masks.result()))
 
     def _prompt_logits(self, hidden: Tensor, rows: Tensor) -> Iterator[Row]:
         """The logits of `rows` of hidden [M, H], computed as they are asked for, a few rows at a time."""
         for some in prompt_chunks(rows):
-            yield from self._on_host(self._part.decoder.logits(select(hidden, some)))
+            yield from self._on_host(self._part.logits(select(hidden, some)))
 
     def _hidden_rows(self, hidden: Tensor, rows: list[int]) -> Iterator[HiddenRow]:
         """These rows of hidden [M, H], in the CPU's memory."""

@@ -10,7 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import Any, cast
+from itertools import count
+from typing import Any, TypeVar, cast
 
 import msgspec
 import pytest
@@ -29,6 +30,7 @@ from quantd.engine.cuda_graphs import EAGER_USES, DecodeGraphs, Replay
 from quantd.engine.errors import RankError
 from quantd.engine.forward import Eager
 from quantd.engine.gpu_runner import GpuRunner
+from quantd.engine.gpu_sampler import GpuSampler
 from quantd.engine.host_copy import HostCopy
 from quantd.engine.leading import LeadingAheadRunner, LeadingPart, LeadingRunner, leading
 from quantd.engine.memory import step_bytes
@@ -44,11 +46,14 @@ from quantd.engine.request import Request, SamplingParams
 from quantd.engine.runner import ModelRunner, Step
 from quantd.engine.sampler import Sampler
 from quantd.engine.shard import Part
+from quantd.engine.step_frame import step_of
 from quantd.engine.weights import load_weights
 from quantd.engine.worker import follow
 from quantd.kernels.ops import AttentionInputs, HeadShape
 from quantd.kernels.reference import ReferenceOps
 from quantd.quant.kv import FORMATS, KVPool, KVShape
+
+T = TypeVar("T")
 
 CONFIG = EngineConfig(model_path="", kv_dtype="fp32", block_size=BLOCK_SIZE)
 INFO = msgspec.structs.replace(make_info(16, BLOCK_SIZE, max_model_len=128), vocab_size=101)
@@ -128,8 +133,8 @@ class Led:
         assert all(isinstance(answer, kind) for answer in answers)
         return answers
 
-    def explain(self, error: Exception) -> Exception:
-        return error
+    def explain(self, error: Exception) -> RankError:
+        return error if isinstance(error, RankError) else RankError(str(error))
 
     def close(self) -> None:
         for connection in self._theirs:
@@ -319,6 +324,56 @@ def test_a_rank_that_has_no_memory_for_a_step_keeps_all_from_it_and_a_smaller_on
             assert [done.token_ids for done in engine.serve(long_requests())] == alone
             made.ranks.sent, sent = [], made.ranks.sent
         assert not any(isinstance(message, Reserve) for message in sent)
+
+
+def short(function: Callable[..., T], *calls: int) -> Callable[..., T]:
+    """The function, but that at the end of some of its calls, by their numbers, memory is wanting."""
+    number = count()
+
+    def run(*args: Any) -> T:
+        result = function(*args)
+        if next(number) in calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("name", ["tp 2", "two stages", "three stages of two"])
+@pytest.mark.parametrize("place", ["before others are told", "drawing"])
+def test_where_nobody_waits_a_step_without_memory_on_rank_0_is_done_again(
+    place: str, name: str, is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = ModelRunner(reference_part(checkpoint_of("gptq"), Place(Part(range(NUM_LAYERS)))), Sampler(), INFO)
+    alone = [done.token_ids for done in InProcessEngine(CONFIG, one).serve(long_requests())]
+    if place == "drawing":
+        drawing = GpuSampler if is_ahead else Sampler
+        function = "start" if is_ahead else "sample"
+        monkeypatch.setattr(drawing, function, short(getattr(drawing, function), 0, 1, 4))
+    else:
+        monkeypatch.setattr("quantd.engine.leading.step_of", short(step_of, 0, 1, 4))
+    with world(name) as made:
+        runner = leading(GpuRunner(made.part, INFO), made.part) if is_ahead else made.runner
+        engine = InProcessEngine(CONFIG, runner)
+        assert [done.token_ids for done in engine.serve(long_requests())] == alone
+        # Whoever found too little memory once is asked whether there is enough.
+        assert sum(isinstance(message, Reserve) for message in made.ranks.sent) > 3
+
+
+def test_stages_without_tp_do_a_step_again_that_found_no_memory_for_its_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Decoder, "logits", short(Decoder.logits, 0, 2))
+    with world("two stages") as made:
+        assert made.texts(3, 5) == expected(3, 5)
+
+
+def test_memory_that_is_wanting_while_others_may_wait_is_the_end_of_the_ranks() -> None:
+    with world("two stages") as made:
+        made.parts[0].forward = short(made.parts[0].forward, 0)  # type: ignore[method-assign]
+        with pytest.raises(RankError, match="out of memory"):
+            made.texts(1, 2)
 
 
 class StuckCopy(HostCopy):
