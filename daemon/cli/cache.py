@@ -8,13 +8,14 @@ import click
 import msgspec
 
 from quantd.daemon.cli.client import find_daemon
+from quantd.daemon.cli.groups import CommandGroup
 from quantd.daemon.cli.options import client_options, json_option
 from quantd.daemon.cli.output import format_bytes, format_time, print_json, print_table
 from quantd.daemon.config import Paths, client_sockets
 from quantd.daemon.errors import NoDaemonError
 
 
-@click.group("cache")
+@click.group("cache", cls=CommandGroup)
 def cache_command() -> None:
     """Show, delete or pin the prefixes of prompts that are kept on disk."""
 

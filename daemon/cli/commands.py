@@ -9,6 +9,8 @@ import importlib
 
 import click
 
+from quantd.daemon.cli.groups import CommandGroup
+
 _COMMANDS = {
     "serve": "serve",
     "run": "run",
@@ -37,7 +39,7 @@ _COMMANDS = {
 }
 
 
-class _Commands(click.Group):
+class _Commands(CommandGroup):
     """Subcommands by the table above: `import` is `import_command` of quantd.daemon.cli.models."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import click
 
 from quantd.daemon.cli.client import DaemonClient, find_daemon
+from quantd.daemon.cli.groups import CommandGroup
 from quantd.daemon.cli.options import client_options, json_option
 from quantd.daemon.cli.output import format_time, print_json, print_table
 from quantd.daemon.config import client_sockets, load_config
@@ -60,7 +61,7 @@ class _OwnKeys:
         self._file.remove(name)
 
 
-@click.group("key")
+@click.group("key", cls=CommandGroup)
 def key_command() -> None:
     """API keys: who may use the daemon over TCP."""
 

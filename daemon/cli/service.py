@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from quantd.daemon.cli.groups import CommandGroup
 from quantd.daemon.cli.options import json_option
 from quantd.daemon.cli.output import print_json
 from quantd.daemon.cli.sleeping import running_daemons, tell
@@ -20,7 +21,7 @@ user_option = click.option(
 )
 
 
-@click.group("service")
+@click.group("service", cls=CommandGroup)
 def service_command() -> None:
     """Have systemd start the daemon when it is needed."""
 
