@@ -29,6 +29,8 @@ from quantd.engine.scheduler import Scheduler
 from quantd.engine.stepping import InTurn, Stepping, stepping_of
 
 GOAL = 220.0
+_GREEDY = SamplingParams(temperature=0.0)
+_PENALIZED = SamplingParams(temperature=0.0, repetition_penalty=1.1, frequency_penalty=0.1)
 _FEW_LAYERS = 2  # beside all that are built, for what a layer takes
 
 
@@ -80,6 +82,11 @@ def small_model(setup: Setup) -> Iterator[Measure]:
     for batch, context in _sizes(setup):
         name = f"{shape} decode step, {batch} x {context} tokens"
         yield _named(name, partial(_decode, model, batch, context))
+    context = max(sizes.contexts)
+    name = f"{shape} decode step with penalties, 1 x {context} tokens"
+    yield _named(
+        name, partial(_decode, model, 1, context, sampling=_PENALIZED, num_ids=model.shape.vocab_size)
+    )
     prefills = [
         (_prefill_name(shape, sizes.prefill, batch, start), batch, start) for batch, start in _prefills(setup)
     ]
@@ -125,11 +132,21 @@ def _prefill_name(shape: str, num_tokens: int, batch: int, start: int) -> str:
     return f"{shape} prefill step, {batch} x {num_tokens // batch} tokens{f' from {start} on' * bool(start)}"
 
 
-def _plan(batch: int, start: int, num_tokens: int, block_size: int) -> Plan:
-    """A step of requests that have num_tokens from `start` on, each in blocks of its own."""
+def _plan(
+    batch: int,
+    start: int,
+    num_tokens: int,
+    block_size: int,
+    sampling: SamplingParams = _GREEDY,
+    num_ids: int = 7,
+) -> Plan:
+    """A step of requests that have num_tokens from `start` on, each in blocks of its own.
+
+    num_ids: how many distinct tokens they are of, at most.
+    """
     stop = start + num_tokens
     num_blocks = -(-stop // block_size)
-    prompt, sampling = [i % 7 for i in range(stop)], SamplingParams(temperature=0.0)
+    prompt = [i % num_ids for i in range(stop)]
     ids = list(range(batch * num_blocks))
     Random(0).shuffle(ids)
     blocks = [ids[i * num_blocks : (i + 1) * num_blocks] for i in range(batch)]
@@ -152,9 +169,17 @@ def _step_seconds(model: Model, runner: ModelRunner, plan: Plan) -> float:
     return model.setup.timer.wall(step)
 
 
-def _decode(model: Model, batch: int, context: int, name: str) -> Row:
+def _decode(
+    model: Model,
+    batch: int,
+    context: int,
+    name: str,
+    sampling: SamplingParams = _GREEDY,
+    num_ids: int = 7,
+) -> Row:
     runner = model.runner()
-    seconds = _step_seconds(model, runner, _plan(batch, context - 1, 1, runner.info.block_size))
+    plan = _plan(batch, context - 1, 1, runner.info.block_size, sampling, num_ids)
+    seconds = _step_seconds(model, runner, plan)
     read = runner.info.weight_bytes + batch * context * runner.info.kv_bytes_per_token
     return Row(name, "tok/s", batch / seconds, None, note=_decode_note(model, seconds, read))
 
