@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from quantd.daemon.wire.lines import NDJSON
+
 JSON = "application/json"
 SSE = "text/event-stream"
-NDJSON = "application/x-ndjson"
 
 Schema: TypeAlias = Mapping[str, Any]
 

@@ -16,6 +16,8 @@ from quantd.engine.request import SamplingParams
 
 MAX_STOPS = 16
 MAX_STOP_LEN = 4096
+# Answers to one request: copies of one, or prompts.
+MAX_CHOICES = 128
 
 # What a client may leave to the model's own defaults.
 SAMPLING_FIELDS = (

@@ -17,11 +17,10 @@ import msgspec
 from quantd.daemon.constraints import Constraint, JsonSchema, written_grammar
 from quantd.daemon.line_rules import LineRules
 from quantd.daemon.requests import Options
-from quantd.daemon.wire.body import check_range, sampling, stop_strings
+from quantd.daemon.wire.body import MAX_CHOICES, check_range, sampling, stop_strings
 from quantd.engine.errors import RequestError
 from quantd.engine.request import MAX_LOGPROBS
 
-MAX_CHOICES = 128
 MAX_SLOT = 1023
 _RANDOM_SEEDS = (-1, 2**32 - 1)
 

@@ -20,6 +20,7 @@ from quantd.daemon.infill import InfillText
 from quantd.daemon.requests import ChatRequest, CompletionRequest, InfillRequest, Options
 from quantd.daemon.templates import Message
 from quantd.daemon.wire.body import (
+    MAX_CHOICES,
     SAMPLING_FIELDS,
     check_range,
     read_arguments,
@@ -45,7 +46,6 @@ from quantd.daemon.wire.structured import (
 from quantd.engine.errors import RequestError
 from quantd.engine.request import MAX_LOGPROBS, MAX_TOKENS
 
-MAX_CHOICES = 128
 COMPLETION_TOKENS = 16
 
 
