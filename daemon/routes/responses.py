@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -11,6 +11,7 @@ from aiohttp import web
 from quantd.daemon.access.scope import Scope
 from quantd.daemon.broadcast import Broadcast
 from quantd.daemon.errors import PreviousResponseError, ResponseNotFoundError
+from quantd.daemon.generation import Generation
 from quantd.daemon.requests import ChatRequest
 from quantd.daemon.response_store import Item, ResponseStore, StoredResponse
 from quantd.daemon.routes.content import events_of, json_of
@@ -80,8 +81,24 @@ def _earlier(id: str, store: ResponseStore) -> list[Item]:
     return stored.conversation
 
 
+async def _chat(service: Service, asked: ChatRequest) -> Generation:
+    with _naming_input():
+        return await service.chat(asked)
+
+
+@contextlib.contextmanager
+def _naming_input() -> Iterator[None]:
+    """Errors of a conversation name the field that it comes in here."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "messages":
+            error.param = "input"
+        raise
+
+
 async def _answer(service: Service, asked: ChatRequest, reply: Reply, keep: Keep) -> dict[str, Any]:
-    async with await service.chat(asked) as generation:
+    async with await _chat(service, asked) as generation:
         reply.started(generation.head)
         response = reply.finished(await collect_sections(generation), generation.usage)
     keep(response)
@@ -94,7 +111,7 @@ async def _answer_later(
     """Answer to whoever listens, and at the end store what was told."""
     told.send(frames.begin())
     try:
-        async with await service.chat(asked) as generation:
+        async with await _chat(service, asked) as generation:
             told.send(frames.start(generation.head))
             async for delta in generation:
                 told.send(frames.delta(delta))
@@ -117,7 +134,7 @@ async def _follow(request: web.Request, told: Broadcast, start: int) -> web.Stre
 
 async def _stream(request: web.Request, asked: ChatRequest, frames: ResponseStream) -> web.StreamResponse:
     try:
-        return await send_stream(request, service_of(request).chat(asked), frames, request.app[TIMING])
+        return await send_stream(request, _chat(service_of(request), asked), frames, request.app[TIMING])
     except ContextLengthError as error:
         # Codex compacts a conversation that is too long for this event, and gives up for a status of 400.
         body = b"".join(frames.error(error))
@@ -127,7 +144,8 @@ async def _stream(request: web.Request, asked: ChatRequest, frames: ResponseStre
 async def count_input_tokens(request: web.Request, body: CountBody) -> web.StreamResponse:
     """POST /v1/responses/input_tokens"""
     items, num_earlier = _conversation(body, "counted", responses_of(request))
-    prompt = await service_of(request).prompt(body.neutral(items, num_earlier))
+    with _naming_input():
+        prompt = await service_of(request).prompt(body.neutral(items, num_earlier))
     return json_response({"object": "response.input_tokens", "input_tokens": len(prompt.ids)})
 
 

@@ -49,6 +49,15 @@ async def refused(daemon: Daemon, body: dict[str, Any], param: str, *words: str)
         assert all(word in error["message"] for word in words), error
 
 
+@in_loop
+async def test_what_a_template_refuses_is_of_the_input() -> None:
+    template = "{{ raise_exception('no such talk') }}"
+    async with running_daemon(template=template) as daemon:
+        await refused(daemon, {}, "input", "no such talk")
+        status, answer = await daemon.post(f"{RESPONSES}/input_tokens", {"model": "tiny", "input": "hi"})
+        assert (status, answer["error"]["param"]) == (400, "input")
+
+
 async def deleted(daemon: Daemon, id: str) -> tuple[int, Any]:
     async with daemon.session.delete(f"http://x{RESPONSES}/{id}") as response:
         return response.status, await response.json()
@@ -355,6 +364,7 @@ async def test_overflow_in_both_forms() -> None:
         status, answer = await daemon.post(RESPONSES, body | {"truncation": "auto"})
         error = answer["error"]
         assert (status, error["code"], error["n_ctx"]) == (400, "context_length_exceeded", 512)
+        assert error["param"] == "input"
         assert str(error["n_prompt_tokens"]) in error["message"]
         text = await daemon.stream(RESPONSES, body | {"stream": True})
         last = json.loads(text.rstrip().rsplit("data: ", 1)[1])
