@@ -55,7 +55,7 @@ class GpuSampler:
         adjustments = [_adjustment(state, place) for state, place in pairs]
         mask = None if masks.bits is None else torch.from_numpy(masks.bits)
         inputs = SamplingInputs.of(draws, "cpu", adjustments, mask)
-        token_ids, logprobs, status = sample(logits, _moved(inputs, logits.device), drawn)
+        token_ids, logprobs, status = sample(logits, moved_inputs(inputs, logits.device), drawn)
         packed = self._copy(torch.stack((token_ids, logprobs.view(torch.int32), status)))
         with_top = [i for i, state in enumerate(requests) if state.request.sampling.logprobs]
         rows = {i: self._copy(logits[i]) for i in with_top}
@@ -91,7 +91,7 @@ class GpuDrawing:
         ]
 
 
-def _moved(inputs: SamplingInputs, device: torch.device) -> SamplingInputs:
+def moved_inputs(inputs: SamplingInputs, device: torch.device) -> SamplingInputs:
     """On the device, without waiting for the step that computes there."""
     own, edits = _tensors(inputs), {} if inputs.edits is None else _tensors(inputs.edits)
     places = iter(moved([*own.values(), *edits.values()], device))

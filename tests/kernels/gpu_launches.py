@@ -18,6 +18,7 @@ import torch
 from gpu_models import GPUS, META, MODELS, Model
 from torch import Tensor
 
+from quantd.engine.gpu_sampler import moved_inputs
 from quantd.engine.memory import PROMPT_ROWS
 from quantd.engine.models.decoder import Decoder
 from quantd.kernels.gpu import attention as attention_module
@@ -192,10 +193,12 @@ def _inputs(lengths: Sequence[int], width: int) -> AttentionInputs:
 def _draw(vocab_size: int) -> None:
     logits = torch.empty(2, vocab_size, device=META)
     seen = np.arange(2, dtype=np.int32)
-    mask, penalty = _ints(2, -(-vocab_size // 32)), Adjustment({}, seen, seen, repetition=1.1)
+    mask = torch.zeros(2, -(-vocab_size // 32), dtype=torch.int32)
+    penalty = Adjustment({}, seen, seen, repetition=1.1)
     for draw, changes in DRAWS:
         adjustments = [penalty if changes else None, None]
-        sample(logits, SamplingInputs.of([draw, draw], META, adjustments, mask if changes else None))
+        inputs = SamplingInputs.of([draw, draw], "cpu", adjustments, mask if changes else None)
+        sample(logits, moved_inputs(inputs, META))
 
 
 def _ints(*shape: int) -> Tensor:
