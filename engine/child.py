@@ -37,9 +37,15 @@ class Child:
                     stderr=output,
                     start_new_session=True,
                 )
+        except BaseException:
+            ours.close()
+            raise
+        try:
             reader, writer = await asyncio.open_unix_connection(sock=ours)
         except BaseException:
             ours.close()
+            process.kill()
+            await process.wait()
             raise
         return cls(process, reader, writer)
 

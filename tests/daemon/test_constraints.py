@@ -217,6 +217,7 @@ async def test_nobody_waits_without_end_for_others_grammars() -> None:
             with pytest.raises(OverloadedError):
                 await task
         first.cancel()
+        await asyncio.wait({first})
 
 
 async def all_end() -> None:
