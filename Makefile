@@ -14,10 +14,10 @@ run: $(VENV)/.run
 	$(BIN)/quantd pull $(MODEL)
 	$(BIN)/quantd run --verbose $(MODEL) "$(QUESTION)"
 
-# One more next to each other than there are cores: many tests wait for a process or a clock. None sees a GPU; where
-# there is one, those of the GPU backend run on it too.
+# Next to each other on all cores: many tests wait for a process or a clock. None sees a GPU; where there is one,
+# those of the GPU backend run on it too.
 test: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses $$(( $$(nproc) + 1 )) --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist worksteal
 	$(if $(wildcard /dev/nvidiactl /dev/dxg),$(BIN)/python -m pytest --gpu)
 
 check: $(VENV)/.test
