@@ -62,14 +62,16 @@ def bounded(room: Room, bound: int) -> Room:
 
 
 def workspace_bytes(config: EngineConfig, spec: DecoderSpec) -> int:
-    """What computing takes on a GPU beside weights and pool, at most.
+    """What computing takes beside weights and pool, at most: libraries, and the largest step.
 
-    The largest step, and the partial results of attention once more for recorded ones.
+    On a GPU also the partial results of attention once more, for recorded steps.
     """
+    on_gpu, num_logits = config.backend == "gpu", max(config.max_num_requests, PROMPT_ROWS)
+    step = step_bytes(spec, config.max_num_tokens, num_logits, on_gpu)
+    if not on_gpu:
+        return step + _LIBRARY_BYTES
     from quantd.kernels.gpu.attention_plan import SCRATCH_BYTES  # needs triton
 
-    num_logits = max(config.max_num_requests, PROMPT_ROWS)
-    step = step_bytes(spec, config.max_num_tokens, num_logits, on_gpu=True)
     return step + SCRATCH_BYTES
 
 
@@ -128,12 +130,12 @@ def plan_rank_blocks(
     """Blocks of the pool of which each rank holds a part; kv_memory is that of all ranks together.
 
     Else as many as every device has room for; the ranks on one device share what it has left. workspace: see
-    workspace_bytes. Raises CapacityError.
+    workspace_bytes; a CPU's is in what is left to others. Raises CapacityError.
     """
     if config.kv_memory is not None:
         num_blocks = plan_blocks(config, max_model_len, sum(rank.block_bytes for rank in ranks), cpu_room(0))
         for device in devices_of(ranks):
-            room = free_on(config, ranks, device) - workspace
+            room = free_on(config, ranks, device) - (0 if device == "cpu" else workspace)
             _check_explicit(
                 num_blocks * _block_bytes(ranks, device), min(room, _bound(config, ranks, device))
             )

@@ -39,7 +39,7 @@ def plan_load(config: EngineConfig) -> MemoryPlan:
     devices = dict.fromkeys(rank_device(config, rank) for rank in range(world.size))
     free = {str(device): rank_memory(torch.device(device)) for device in devices}
     ranks = foresee(config, world, footprint, spec, free)
-    workspace = workspace_bytes(config, spec) if config.backend == "gpu" else 0
+    workspace = workspace_bytes(config, spec)
     return plan_memory(config, ops.name, spec.max_model_len, ranks, workspace)
 
 

@@ -291,7 +291,7 @@ def _plan(
     backend: str,
     least_len: int = LEAST_LEN,
 ) -> MemoryPlan:
-    workspace = workspace_bytes(config, spec) if config.backend == "gpu" else 0
+    workspace = workspace_bytes(config, spec)
     return plan_memory(config, backend, spec.max_model_len, memory, workspace, least_len)
 
 

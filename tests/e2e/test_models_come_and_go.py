@@ -178,6 +178,9 @@ def test_the_plan_of_a_model_is_what_its_load_reports(home: Path, served: Served
     info = load(served, "tiny")["info"]
     for name in ("weight_bytes", "kv_bytes", "kv_bytes_per_token", "num_blocks", "backend", "max_model_len"):
         assert plan[name] == info[name], name
+    (device,) = plan["devices"]
+    told_bytes = plan["weight_bytes"] + plan["kv_bytes"] + device["workspace"]
+    assert served.engine().memory_full_info().uss < told_bytes
     short = quantd_plan(home, "other", *at)
     assert short.returncode == 1
     assert short.stdout.startswith(f"other on {info['backend']} does not fit: a KV cache of 15 MiB was asked")

@@ -266,12 +266,21 @@ def test_an_automatic_split_fills_what_computing_and_other_programs_leave_of_gpu
         assert counts[0] == layers and abs(filled[0] - filled[1]) < layer / left[1]
 
 
-def test_the_workspace_covers_what_a_model_of_8b_takes() -> None:
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_the_workspace_covers_what_a_model_of_8b_takes(backend: str) -> None:
     """512 rows of a joined MLP matrix in float32, and the logits of 64 requests three times, are in it."""
-    spec = MODEL_8B
-    workspace = workspace_bytes(config(), spec)
+    spec, asked = MODEL_8B, msgspec.structs.replace(config(), backend=backend)
+    workspace = workspace_bytes(asked, spec)
     assert 512 * 3 * 14_336 * 4 + 3 * 64 * 128_256 * 4 < workspace < GIB
-    assert workspace_bytes(config(max_num_tokens=4096), spec) > workspace + 3584 * 3 * 14_336 * 4
+    more = msgspec.structs.replace(asked, max_num_tokens=4096)
+    assert workspace_bytes(more, spec) > workspace + 3584 * 3 * 14_336 * 4
+
+
+def test_what_computing_takes_on_a_cpu_is_told_and_in_its_reserve() -> None:
+    ranks, asked = [rank("cpu", MIB, 3 * GIB)], config(kv_memory=3 * GIB)
+    assert plan_rank_blocks(asked, 1 << 20, ranks, workspace=GIB) == 3 * 1024
+    plan = plan_memory(asked, "cpu avx2", 1 << 20, ranks, workspace=10**9)
+    assert ("workspace", "1.0 GB") in plan.table
 
 
 def test_kv_memory_is_that_of_all_ranks_together() -> None:
